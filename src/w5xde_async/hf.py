@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 
 from w5xde_async.errors import JobError
-from w5xde_async.job import Job, Precision
+from w5xde_async.job import Job, Precision, first_samples
 from w5xde_async.randomness import random_state
 
 #: What an evaluation tells of itself, not of the model.
@@ -43,9 +43,10 @@ def job_of(trainer: Trainer) -> Job:
     loader = asked.get_train_dataloader()
     collate = loader.collate_fn
     batch_size = args.train_batch_size * args.gradient_accumulation_steps
-    samples = len(loader.dataset)
-    a_step = math.floor if args.dataloader_drop_last else math.ceil
-    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * a_step(samples / batch_size))
+    a_step, steps = math.floor if args.dataloader_drop_last else math.ceil, args.max_steps
+    if steps <= 0:  # a Trainer without them knows how many samples there are
+        steps = math.ceil(args.num_train_epochs * a_step(len(loader.dataset) / batch_size))
+    streamed = isinstance(loader.dataset, IterableDataset)
     if args.activation_checkpointing:
         trainer.model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
     evaluates = args.eval_strategy != "no"
@@ -62,13 +63,13 @@ def job_of(trainer: Trainer) -> Job:
         gradient_clip_val=args.max_grad_norm or None,
         precision=_precision(args),
         seed=args.seed,
-        shuffle=args.train_sampling_strategy != "sequential",
+        shuffle=args.train_sampling_strategy != "sequential" and not streamed,
         drop_last=args.dataloader_drop_last,
         evaluate=_evaluate(asked) if evaluates else None,
         evaluate_every=_every(args.eval_steps, steps) if args.eval_strategy == "steps" else None,
         keep_best=_best(args) if evaluates else None,
     )
-    if left := _left(trainer, loader):
+    if left := _left(trainer, job):
         warnings.warn(f"of the Trainer not taken over: {'; '.join(left)}", stacklevel=2)
     return job
 
@@ -81,7 +82,8 @@ def _refuse(trainer: Trainer) -> None:
             raise JobError("of a Trainer", reason, hint)
 
     need(trainer.train_dataset is not None, "it has no train_dataset", "give one")
-    need(hasattr(trainer.train_dataset, "__len__"), "its train_dataset has no len()", "give a map-style dataset")
+    unseen = args.eval_strategy == "epoch" and not hasattr(trainer.train_dataset, "__len__")
+    need(not unseen, "eval_strategy is epoch, and its stream has no len()", 'give eval_strategy="steps"')
     given = trainer.optimizer is not None or trainer.lr_scheduler is not None
     hint = "give optimizer_cls_and_kwargs or the arguments (optim, lr_scheduler_type) of a new Trainer"
     need(not given, "optimizers were given, or it has trained before", hint)
@@ -96,7 +98,7 @@ def _refuse(trainer: Trainer) -> None:
         need(not getattr(args, name, None), f"{name} is the Trainer's own way to use several devices", hint)
 
 
-def _left(trainer: Trainer, loader: DataLoader[Any]) -> list[str]:
+def _left(trainer: Trainer, job: Job) -> list[str]:
     """What the job leaves out that somebody may have counted on."""
     args, left = trainer.args, []
     if callbacks := [
@@ -105,14 +107,19 @@ def _left(trainer: Trainer, loader: DataLoader[Any]) -> list[str]:
         if not isinstance(one, _OWN_CALLBACKS) and not type(one).__module__.startswith("transformers.integrations")
     ]:
         left.append(f"callbacks ({', '.join(callbacks)}): subscribe to a Bus, or give stop_when")
-    if args.train_sampling_strategy not in ("random", "sequential"):
+    if job.num_samples is None:
+        left.append(
+            "the ends of epochs: the stream has no len(), and a step may hold the end of one epoch and the beginning "
+            "of the next"
+        )
+    elif args.train_sampling_strategy not in ("random", "sequential") and not job.streamed:
         left.append(f"train_sampling_strategy {args.train_sampling_strategy}: samples come in random order")
     if args.load_best_model_at_end:
         left.append("load_best_model_at_end: the best weights are in best.safetensors of the run directory")
     if args.torch_compile:
         left.append("torch_compile: start workers with --compile")
     by_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    if args.gradient_accumulation_steps > 1 and by_tokens and _lengths_differ(loader):
+    if args.gradient_accumulation_steps > 1 and by_tokens and _lengths_differ(job):
         left.append(
             "the mean over all tokens of a step: samples here have labels on different numbers of tokens, and each "
             "microbatch counts by its samples, so that tokens of short samples weigh more"
@@ -125,11 +132,11 @@ def _left(trainer: Trainer, loader: DataLoader[Any]) -> list[str]:
     return left
 
 
-def _lengths_differ(loader: DataLoader[Any]) -> bool:
+def _lengths_differ(job: Job) -> bool:
     """Whether some of the first samples have labels on more tokens than others."""
-    dataset: Any = loader.dataset
+    assert job.collate is not None
     with random_state():
-        batch: Any = loader.collate_fn([dataset[index] for index in range(min(len(dataset), _LOOKED_AT))])
+        batch: Any = job.collate(first_samples(job, _LOOKED_AT))
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.ndim < 2:
         return False

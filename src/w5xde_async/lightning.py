@@ -65,14 +65,16 @@ def job_of(
         if held_out is None and _own(data, "val_dataloader"):
             held_out = data.val_dataloader()
     _refuse_loader(loader)
-    accumulated, samples = trainer.accumulate_grad_batches, len(loader.dataset)
-    batch_size = loader.batch_size * accumulated
+    batch_size = loader.batch_size * trainer.accumulate_grad_batches
+    samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+    evaluates = bool(held_out is not None and trainer.limit_val_batches and _own(model, "validation_step"))
+    if samples is None:
+        _refuse_epochs(trainer, evaluates)
     a_step = math.floor if loader.drop_last else math.ceil
-    epoch_steps = max(1, a_step(samples / batch_size))
-    ends = [epoch_steps * trainer.max_epochs] if (trainer.max_epochs or -1) > 0 else []
+    epoch_steps = None if samples is None else max(1, a_step(samples / batch_size))
+    ends = [epoch_steps * trainer.max_epochs] if epoch_steps and (trainer.max_epochs or -1) > 0 else []
     ends += [trainer.max_steps] if trainer.max_steps > 0 else []
     asked.estimated_stepping_batches = min(ends, default=math.inf)
-    evaluates = held_out is not None and trainer.limit_val_batches and _own(model, "validation_step")
 
     def optimizer(model: Any) -> torch.optim.Optimizer:
         with _attached(asked, model):
@@ -95,13 +97,15 @@ def job_of(
         gradient_clip_val=trainer.gradient_clip_val or None,
         precision=_PRECISIONS[trainer.precision],
         seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),  # as seed_everything leaves it
-        shuffle=isinstance(loader.sampler, RandomSampler),
+        shuffle=isinstance(loader.sampler, RandomSampler),  # no stream has one
         drop_last=loader.drop_last,
         evaluate=_evaluate(trainer, held_out) if evaluates else None,
-        evaluate_every=_every(trainer, math.ceil(samples / loader.batch_size), epoch_steps) if evaluates else None,
+        evaluate_every=_every(trainer, math.ceil((samples or 0) / loader.batch_size), epoch_steps)
+        if evaluates
+        else None,
         keep_best=_best(trainer) if evaluates else None,
     )
-    if left := _left(trainer, model):
+    if left := _left(trainer, model, job):
         warnings.warn(f"of Lightning not taken over: {'; '.join(left)}", stacklevel=2)
     return job
 
@@ -143,7 +147,9 @@ def _refuse_loader(loader: Any) -> None:
         _need(holds, "train_dataloader", reason, hint)
 
     need(isinstance(loader, DataLoader), f"is a {type(loader).__name__}", "give one DataLoader of torch")
-    need(not isinstance(loader.dataset, IterableDataset), "reads an IterableDataset", "use a map-style dataset")
+    need(loader.batch_size is not None, "has no batches: batch_size is None", "give batch_size")
+    if isinstance(loader.dataset, IterableDataset):
+        return
     hint = "give batch_size, and shuffle or not"
     sampler, batches = loader.sampler, loader.batch_sampler
     own = type(batches) is not BatchSampler or type(sampler) not in (RandomSampler, SequentialSampler)
@@ -151,9 +157,23 @@ def _refuse_loader(loader: Any) -> None:
     need(not own and not drawn, f"chooses samples by its own {type(sampler if batches else batches).__name__}", hint)
 
 
-def _left(trainer: Any, model: Any) -> list[str]:
+def _refuse_epochs(trainer: Any, evaluates: bool) -> None:
+    """What goes by epochs is refused: the stream does not say how long one is."""
+    unseen, every = "and its stream has no len()", trainer.val_check_interval
+    epochs = trainer.max_epochs
+    _need((epochs or -1) < 0, "Trainer", f"max_epochs is {epochs}, {unseen}", "give max_steps, and max_epochs=-1")
+    hint = "give a number of batches, and check_val_every_n_epoch=None"
+    _need(isinstance(every, int) or not evaluates, "Trainer", f"val_check_interval is {every}, {unseen}", hint)
+
+
+def _left(trainer: Any, model: Any, job: Job) -> list[str]:
     """What the job leaves out that somebody may have counted on."""
     left = [f"{name} of {type(model).__name__}: called by nobody" for name in _TELLING if _own(model, name)]
+    if job.num_samples is None:
+        left.append(
+            "the ends of epochs: the stream has no len(), and a step may hold the end of one epoch and the beginning "
+            "of the next"
+        )
     if trainer.accumulate_grad_batches == 1:
         left.append(
             "several devices: with accumulate_grad_batches=1 a step is one microbatch, which one worker computes while "
@@ -201,7 +221,7 @@ def _attached(trainer: Any, *parts: Any) -> Iterator[None]:
             part.trainer = None
 
 
-def _configured(model: Any, epoch_steps: int) -> tuple[torch.optim.Optimizer, Any]:
+def _configured(model: Any, epoch_steps: int | None) -> tuple[torch.optim.Optimizer, Any]:
     """Of ``configure_optimizers``: the optimizer, and the schedule as it is stepped once a step, or None."""
     found, schedules = model.configure_optimizers(), []
 
@@ -229,6 +249,8 @@ def _configured(model: Any, epoch_steps: int) -> tuple[torch.optim.Optimizer, An
     if given.get("interval", "epoch") == "step":
         need(every == 1, f"a schedule with frequency {every} of steps", "use a schedule of the step number")
         return optimizer, schedule
+    need(epoch_steps is not None, "a schedule of epochs, and the stream has no len()", 'give interval="step"')
+    assert epoch_steps is not None
     return optimizer, _OnceIn(every * epoch_steps, schedule)
 
 
@@ -300,7 +322,7 @@ def _evaluate(trainer: Any, held_out: Any) -> Callable[[nn.Module], dict[str, fl
     return evaluate
 
 
-def _every(trainer: Any, epoch_batches: int, epoch_steps: int) -> int | None:
+def _every(trainer: Any, epoch_batches: int, epoch_steps: int | None) -> int | None:
     """Steps between evaluations, where that is not once an epoch."""
     between, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
     accumulated: int = trainer.accumulate_grad_batches
@@ -308,7 +330,7 @@ def _every(trainer: Any, epoch_batches: int, epoch_steps: int) -> int | None:
         return max(1, between // accumulated)
     if isinstance(between, float) and between < 1.0:
         return max(1, int(epoch_batches * between) // accumulated)
-    return epoch_steps * int(epochs) if (epochs or 1) > 1 else None
+    return epoch_steps * int(epochs) if epoch_steps and (epochs or 1) > 1 else None
 
 
 def _best(trainer: Any) -> str | None:

@@ -8,11 +8,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from tests.support import reference
 from tests.support.cluster import QUICK_WORKER, settings
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from tqdm import tqdm
 from transformers import (
     EarlyStoppingCallback,
@@ -22,6 +24,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    default_data_collator,
 )
 from transformers.tokenization_utils_base import BatchEncoding
 
@@ -99,6 +102,47 @@ def test_it_comes_to_the_parameters_of_the_trainer_itself(arguments: dict[str, A
 def test_an_own_loss_and_optimizer_are_taken_over(tmp_path: Path) -> None:
     given = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.5})}
     same(job_of(made(tmp_path, Doubled, **given)), made(tmp_path, Doubled, **given))
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(samples(40))
+
+
+class _Counted(_Stream):
+    def __len__(self) -> int:
+        return 40
+
+
+def _streamed() -> Any:
+    """Of ``datasets``, with a column that the model does not take."""
+    rows = [{name: value.tolist() for name, value in one.items()} | {"unused": "x"} for one in samples(40)]
+    return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+
+@pytest.mark.filterwarnings("ignore:of the Trainer not taken over")
+@pytest.mark.parametrize(
+    ("stream", "arguments"),
+    [
+        (_Stream, {}),
+        (_streamed, {}),
+        (_Counted, {"max_steps": -1, "num_train_epochs": 2, "train_sampling_strategy": "random"}),
+    ],
+    ids=["plain", "of datasets", "with a length"],
+)
+def test_a_stream_is_read_as_the_trainer_reads_it(stream: Any, arguments: Any, tmp_path: Path) -> None:
+    given = {"train_dataset": stream(), "arguments": arguments, "data_collator": default_data_collator}
+    job = job_of(made(tmp_path, **given))
+    assert (job.streamed, job.max_steps) == (True, 10 if arguments else 5)
+    same(job, made(tmp_path, **given))
+
+
+def test_of_a_stream_without_a_length_no_epoch_is_seen(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"the stream has no len\(\), and a step may hold the end of one epoch"):
+        job_of(made(tmp_path, train_dataset=_Stream()))
+    given = {"train_dataset": _Stream(), "eval_dataset": samples(4)}
+    with pytest.raises(JobError, match="eval_strategy is epoch, and its stream has no len"):
+        job_of(made(tmp_path, arguments={"eval_strategy": "epoch"}, **given))
 
 
 def padded(count: int) -> list[dict[str, Tensor]]:

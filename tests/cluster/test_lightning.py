@@ -151,6 +151,34 @@ def test_it_comes_to_the_parameters_of_fit_itself(pl: Any, optimizers: Any, give
     assert job.max_steps == theirs.trainer.global_step
 
 
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return (DATA[number] for number in range(48))
+
+
+class Counted(Stream):
+    def __len__(self) -> int:
+        return 48
+
+
+@pytest.mark.parametrize(
+    ("stream", "optimizers", "given"),
+    [
+        (Stream, each_step, {"max_epochs": -1, "max_steps": 4}),
+        (Counted, each_epoch, {"max_epochs": 2}),
+    ],
+    ids=["plain", "with a length"],
+)
+def test_a_stream_is_read_as_fit_reads_it(pl: Any, stream: Any, optimizers: Any, given: dict[str, Any]) -> None:
+    ours, theirs = module(pl, optimizers), module(pl, optimizers)
+    job = job_of(trainer(pl, **given), ours, loader(dataset=stream()))
+    reference.train(job)
+    trainer(pl, **given).fit(theirs, loader(dataset=stream()))
+    for (name, value), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    assert job.max_steps == theirs.trainer.global_step
+
+
 def test_evaluation_gives_what_validate_logs(pl: Any, capfd: pytest.CaptureFixture[str]) -> None:
     kept = pl.callbacks.ModelCheckpoint(monitor="val_hits", mode="max")
     given = {"callbacks": [kept], "enable_checkpointing": True, "check_val_every_n_epoch": 2}
@@ -217,11 +245,6 @@ def plateau(model: Any) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(())
-
-
 @pytest.mark.parametrize(
     ("words", "made"),
     [
@@ -238,7 +261,24 @@ class Stream(IterableDataset[Any]):
         ("limit_train_batches is 3", lambda pl: (trainer(pl, limit_train_batches=3), module(pl), loader())),
         ("overfit_batches is 1", lambda pl: (trainer(pl, overfit_batches=1), module(pl), loader())),
         ("is a list", lambda pl: (trainer(pl), module(pl), [loader(), loader()])),
-        ("an IterableDataset", lambda pl: (trainer(pl), module(pl), loader(dataset=Stream()))),
+        (
+            r"max_epochs is 3, and its stream has no len\(\)",
+            lambda pl: (trainer(pl), module(pl), loader(dataset=Stream())),
+        ),
+        (
+            "a schedule of epochs, and the stream has no len",
+            lambda pl: (trainer(pl, max_epochs=-1, max_steps=4), module(pl, each_epoch), loader(dataset=Stream())),
+        ),
+        (
+            "val_check_interval is 1.0, and its stream has no len",
+            lambda pl: (
+                trainer(pl, max_epochs=-1, max_steps=4),
+                module(pl, each_step),
+                loader(dataset=Stream()),
+                loader(),
+            ),
+        ),
+        ("batch_size is None", lambda pl: (trainer(pl), module(pl), loader(dataset=Counted(), batch_size=None))),
         (
             "its own WeightedRandomSampler",
             lambda pl: (trainer(pl), module(pl), loader(sampler=WeightedRandomSampler([1.0] * 48, 48))),
