@@ -286,18 +286,19 @@ def shortened(text: str, limit: int = _TRACEBACK_CHARACTERS) -> str:
 
 def users_frames(told: str) -> str:
     """``told`` with the caller's own frames alone in each traceback, not those of this package, of installed libraries
-    and of Python. As it is where no frame is the caller's."""
+    and of Python. Where no frame is the caller's, those of this package are left out."""
+    lines = told.splitlines(keepends=True)
+    found = any(_is_callers(path) for path, _ in _frames(lines))
     kept: list[str] = []
-    theirs, found = True, False
-    for line in told.splitlines(keepends=True):
+    theirs = True
+    for line in lines:
         if (frame := _FRAME.match(line)) is not None:
-            theirs = _is_callers(frame[1])
-            found = found or theirs
+            theirs = _is_callers(frame[1]) if found else not frame[1].startswith(_PACKAGE)
         elif not line.startswith("  "):  # frames are indented, and so are the lines of code below them
             theirs = True
         if theirs:
             kept.append(line)
-    return "".join(kept) if found else told
+    return "".join(kept)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -805,7 +805,7 @@ async def test_what_fails_on_workers_and_not_here_ends_no_run() -> None:
             await peer.join(worker_id=f"bad-{number}")
             lease = await peer.expect(Lease)
             leaf = lease.start if number < 2 else 10**6  # far outside: it is taken for one inside
-            await peer.send(Failed(lease.lease, leaf, "nonsense", f"nonsense {number}"))
+            await peer.send(Failed(lease.lease, leaf, "nonsense", f"nonsense {'abc'[number]}"))
             await events.until(Warned, number + 1)
             await peer.link.aclose()
         result = await finish(coordinator)

@@ -12,9 +12,11 @@ from tests.support.cluster import QUICK_WORKER, settings
 from tests.support.processes import programs as processes
 
 from w5xde_async.coordinator.service import Coordinator, RunResult
-from w5xde_async.errors import RefusalCode, Refused
+from w5xde_async.errors import JobError, RefusalCode, Refused
 from w5xde_async.params.flat import named_digest
 from w5xde_async.telemetry.events import Bus, Event, Warned
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.worker.connection.connection import RunFailed
 from w5xde_async.worker.service import Departure, Worker
 
 #: Of the jobs that can be traced, those that differ in what travels or in how steps are put together. What a bigger
@@ -96,6 +98,20 @@ async def test_leaves_of_sizes_that_no_graph_takes_are_not_given_to_workers_with
     assert sum(share.leaves for share in result.shares) == 14
     own = sum(share.leaves for share in result.shares if share.name == "coordinator")
     assert own == 0 if local else 0 < own < 14
+
+
+async def test_under_other_rules_sizes_that_no_graph_takes_end_the_run_and_say_what_to_do() -> None:
+    """A lease is a whole step there, so workers without code have nothing else to do; nothing is tried three times."""
+    events, bus = list[Event](), Bus()
+    bus.subscribe(events.append)
+    config = settings(code_free=True, update=UpdateConfig(rule="local"))
+    async with Coordinator(programs.padded(), config=config, bus=bus) as coordinator:
+        running = asyncio.create_task(Worker(coordinator.address, config=QUICK_WORKER).run())
+        with pytest.raises(JobError, match=r"cannot compute batches of int64\[2, .*; start workers with --job"):
+            await coordinator.wait()
+        with pytest.raises(RunFailed):
+            await running
+    assert [event.text for event in events if isinstance(event, Warned)] == []
 
 
 async def test_a_coordinator_that_makes_no_program_says_so() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from w5xde_async.coordinator.verification_config import VerificationConfig
-from w5xde_async.data.loader import Loader
+from w5xde_async.data.loader import BlockData, Loader
 from w5xde_async.errors import LeafFailed, W5xdeError, headline
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.contributions import Contributions
@@ -175,6 +176,14 @@ class Lifecycle:
             self.failure = earlier or self.failure
 
 
+_NUMBER = re.compile(r"\d+")  # of a sample, a size: most causes name one
+#: What is said where a worker has not the job's code, and the program no graph for a batch.
+WITHOUT_CODE = (
+    "workers without --job cannot compute batches {sizes}: the program of the step holds for the sizes that it was "
+    "traced with"
+)
+
+
 class Phase:
     """What every training holds, whatever its rule: its members, what they are told, what their work has come to."""
 
@@ -225,13 +234,29 @@ class Phase:
             del self._unread[next(iter(self._unread))]
         self.warn(f"{session.name} cannot read its own data and is sent what it lacks: {unread.reason[:300]}")
 
+    @property
+    def has_code(self) -> bool:
+        """Whether a worker that takes work has the job's code."""
+        sessions = map(self.roster.sessions.get, self.roster.present)
+        return any(session is not None and not session.code_free for session in sessions)
+
+    def beyond(self, worker: str, data: BlockData) -> tuple[tuple[int, str], ...]:
+        """Leaves of a lease, numbered from its first on, that ``worker`` cannot compute, and what their batches are: it
+        has not the job's code, and the program has no graph for them."""
+        session, taking = self.roster.sessions.get(worker), self.roster.programs.taking
+        if session is None or not session.code_free or taking is None or data.packed or data.local:
+            return ()
+        return taking.refused(data.structure, [spec for spec, _ in data.buffers], data.samples)
+
     def note_failure(self, what: str, failed: Failed) -> None:
-        """A leaf raised, and is tried again. One cause is told once, and again after a minute at the earliest."""
+        """A leaf raised, and is tried again. One cause, whatever numbers are in it, is told once, and again after a
+        minute at the earliest."""
         cause, now = headline(failed.traceback or failed.error), self._context.clock()
-        if now - self._told_of.get(cause, -math.inf) < _TOLD_AGAIN_S:
+        alike = _NUMBER.sub("0", cause)
+        if now - self._told_of.get(alike, -math.inf) < _TOLD_AGAIN_S:
             return
-        self._told_of.pop(cause, None)
-        self._told_of[cause] = now
+        self._told_of.pop(alike, None)
+        self._told_of[alike] = now
         if len(self._told_of) > _MOST_CAUSES:
             del self._told_of[next(iter(self._told_of))]
         self.warn(f"{what}: {cause[:300]}; trying again")

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from w5xde_async.compute.inner import Schedule
 from w5xde_async.coordinator.outer.local_step_schedule import LocalStepSchedule
 from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher
-from w5xde_async.coordinator.training import Phase, RunContext
+from w5xde_async.coordinator.training import WITHOUT_CODE, Phase, RunContext
 from w5xde_async.data.epoch_prefetch import EpochPrefetch
+from w5xde_async.errors import JobError
 from w5xde_async.plan.leases import Grant
 from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.pacing import Pacing
@@ -329,6 +330,11 @@ class StepScheduler:
             data = self._context.loader.data(grant.step, Block(0, plan.num_leaves), worker)
             if data is None:
                 self._reading.setdefault(grant.step, {})[worker] = None
+                return
+            if (beyond := self._phase.beyond(worker, data)) and not self._phase.has_code:
+                reason = WITHOUT_CODE.format(sizes=beyond[0][1][:200])
+                hint = "start workers with --job, have collate pad every batch to the same sizes, or use --update sync"
+                self._lifecycle.fail(JobError("dataset", reason, hint))
                 return
             waiting.popleft()
             if grant.lease in self._known:

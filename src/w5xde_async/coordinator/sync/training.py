@@ -26,7 +26,7 @@ from w5xde_async.coordinator.sync.recomputation import Recomputation
 from w5xde_async.coordinator.sync.results import Results
 from w5xde_async.coordinator.sync.verification import FinishedBlock, Machine, Numerics, Ruling, Verification
 from w5xde_async.coordinator.sync.waiting import reason_to_wait
-from w5xde_async.coordinator.training import Commit, Phase, RunContext, lease_terms
+from w5xde_async.coordinator.training import WITHOUT_CODE, Commit, Phase, RunContext, lease_terms
 from w5xde_async.data.epoch_prefetch import EpochPrefetch
 from w5xde_async.data.loader import BlockData
 from w5xde_async.hub.members.roster import Greeting
@@ -378,11 +378,8 @@ class SyncTraining:
 
         It goes back. Such leaves are for workers with the code; where there is none, the coordinator computes them.
         """
-        session, taking = self.roster.sessions.get(grant.worker), self.roster.programs.taking
-        if session is None or not session.code_free or taking is None or data.packed or data.local:
-            return False
-        refused = taking.refused(data.structure, [spec for spec, _ in data.buffers], data.samples)
-        with_code = any(not self.roster.sessions[worker].code_free for worker in self.roster.present)
+        refused = self.phase.beyond(grant.worker, data)
+        with_code = self.phase.has_code
         if not refused or not (with_code or self._recomputation is not None):
             return False  # without either, the worker says why it cannot
         without = [worker for worker, other in self.roster.sessions.items() if other.code_free]
@@ -394,9 +391,9 @@ class SyncTraining:
         if not self._told_of_sizes:
             self._told_of_sizes = True
             self.phase.warn(
-                f"workers without --job cannot compute batches {refused[0][1][:200]}: the program of the step holds "
-                "for the sizes that it was traced with; such leaves are computed by workers with --job, or else one by "
-                "one by the coordinator: start workers with --job, or have collate pad every batch to the same sizes"
+                f"{WITHOUT_CODE.format(sizes=refused[0][1][:200])}; such leaves are computed by workers with --job, or "
+                "else one by one by the coordinator: start workers with --job, or have collate pad every batch to the "
+                "same sizes"
             )
         return True
 
