@@ -41,7 +41,6 @@ def test_the_demo_gives_the_same_bits_with_one_and_two_workers(tmp_path: Path) -
         ("examples/bytes_lm.py:tiny", 6, "val_loss"),
         ("examples/bytes_lm.py:bf16", 1, "val_loss"),
         ("examples/llama.py:job", 2, "val_loss"),
-        ("examples/finetune.py:job", 2, "val_loss"),
         ("examples/vision.py:job", 6, "accuracy"),
     ],
 )
@@ -75,7 +74,7 @@ def test_llama_learns_with_workers_that_have_no_code(tmp_path: Path) -> None:
     assert ended["metrics"]["val_loss"] < 0.7 * math.log(256)  # of bytes that are all as likely
 
 
-def test_lora_with_workers_that_have_no_transformers(tmp_path: Path) -> None:
+def test_lora_with_a_worker_that_has_no_transformers(tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     absent.mkdir()
     for name in ("transformers", "peft", "tokenizers"):
@@ -83,13 +82,13 @@ def test_lora_with_workers_that_have_no_transformers(tmp_path: Path) -> None:
     with programs() as start:
         coordinator = start(
             "w5xde_async.coordinator", str(EXAMPLES / "finetune.py:lora"), "--max-steps", "2", "--port", "0", "--name",
-            "lora", "--min-workers", "2", "--log-format", "json", cwd=tmp_path, code_free=True,
+            "lora", "--log-format", "json", cwd=tmp_path, code_free=True,
         )  # fmt: skip
         server = coordinator.wait_for("run_started")["address"]
         searched = f"{absent}{os.pathsep}{SEARCHED}"
         worker = "w5xde_async.worker", "--server", server, "--threads", "1"
-        workers = [start(*worker, fresh=True, PYTHONPATH=searched) for _ in range(2)]
-        assert [process.finish(150) for process in (*workers, coordinator)] == [0, 0, 0], "".join(coordinator.text)
+        ended = [process.finish(150) for process in (start(*worker, fresh=True, PYTHONPATH=searched), coordinator)]
+        assert ended == [0, 0], "".join(coordinator.text)
     saving = ["finetune.py", "runs/lora/best.safetensors", "adapted", "--lora"]
     with Script([str(EXAMPLES / saving[0]), *saving[1:]], tmp_path, {}) as saved:
         assert saved.finish(100) == 0, "".join(saved.lines)

@@ -70,7 +70,7 @@ def _checkpoints(group: Group) -> None:
 
 
 def _random(group: Group) -> None:
-    for seed in range(3):
+    for seed in range(2):
         _alike(jobs._job(partial(Random, seed), jobs._digits()), group, ("fsdp",), (4, 4, 3))
 
 
@@ -233,7 +233,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize(("size", "names"), [(2, SLOW), (3, ("transformer", "convolutions", "odd parameters"))])
+@pytest.mark.parametrize(("size", "names"), [(2, SLOW), (3, ("transformer", "odd parameters"))])
 def test_more_ranks(size: int, names: tuple[str, ...], tmp_path: Path) -> None:
     islands.run("tests.unit.test_parallel_building", size, tmp_path, names, timeout_s=110)
 
