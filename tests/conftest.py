@@ -98,6 +98,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any(item.get_closest_marker("processes") for item in session.items):
         # Now, so that it imports while other tests run.
         forking.running = forking.ForkServer(Path(shared) if shared else None)
+        os.environ["TESTS_TRACED"] = str(forking.running.folder)  # what is traced is traced once
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -141,11 +141,9 @@ def test_guavas_examples_on_one_machine(
     assert (tmp_path / "checkpoints" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("kind", [{}, {"PIPELINE_PARALLEL": "1"}], ids=["data", "pipeline"])
-def test_guavas_example_of_several_machines(
-    kind: dict[str, str], script: Callable[..., Script], tmp_path: Path
-) -> None:
-    there = {"MASTER_PORT": str(free_port()), "NUM_WORKERS": "2", **kind}
+def test_guavas_example_of_several_machines(script: Callable[..., Script], tmp_path: Path) -> None:
+    """With PIPELINE_PARALLEL: tests/process/test_guava_in_pieces.py, tests/seeds."""
+    there = {"MASTER_PORT": str(free_port()), "NUM_WORKERS": "2"}
     orchestrator = script("guava/multi_node.py", "orchestrator", **there)
     workers = [script("guava/multi_node.py", "worker", "--gpu-id", str(number), **there) for number in range(2)]
     assert [process.finish(100) for process in (orchestrator, *workers)] == [0, 0, 0], orchestrator.lines[-30:]

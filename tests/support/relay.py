@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 
-_OURS = tuple(f"w5xde_async.{name}" for name in ("coordinator", "worker", "status", "compute.program"))
+_OURS = tuple(f"w5xde_async.{name}" for name in ("coordinator", "worker", "status", "tune", "compute.program"))
 _SANDBOX = ["-P", "-s", "-m", "w5xde_async.compute.program.child"]
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 

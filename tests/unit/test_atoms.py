@@ -637,7 +637,7 @@ from tests.unit import test_atoms
 for name in test_atoms.ELSEWHERE:
     print(test_atoms.made(name).atoms.fingerprint.hex())
 """
-ELSEWHERE = ("untied-bf16", "convolutions")
+ELSEWHERE = ("convolutions",)
 
 
 @pytest.mark.slow
