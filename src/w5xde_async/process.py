@@ -57,8 +57,10 @@ class _Early:
         self._stops = stops
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.came = number
+        again, self.came = self.came in _known(*_STOPS), number
         if self._stops:
+            if again:
+                os._exit(ExitCode.INTERRUPTED_TWICE)
             raise KeyboardInterrupt(_reason(number))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,37 @@ async def test_the_bits_are_those_of_data_that_is_sent(noisy: bool) -> None:
     told = [event for event in events if isinstance(event, WorkerReported) and event.state != "joining"]
     assert not told or told[-1].data_from in ("itself", "coordinator")
     assert all(event.sample_bytes < 2 * 4 * WIDTH for event in events if isinstance(event, RunReported))
+
+
+async def test_a_worker_whose_disk_hangs_leaves_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that never ends, as of a file on a server that is gone: another computes what it had."""
+    monkeypatch.setattr("w5xde_async.worker.connection.own_data._READ_S", 0.2)
+    comes_back, reading = threading.Event(), threading.Event()
+
+    class Hanging(Rows):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if self.read > 500:  # fingerprints, and the first reads, which hold the random numbers of this process
+                reading.set()
+                comes_back.wait(30.0)
+            return super().__getitem__(index)
+
+    made = job(epochs=16)
+    sent, _, _ = await run(made, [(QUICK_WORKER, made)])
+    async with Coordinator(made, config=settings(min_workers=2, heartbeat_s=0.05)) as coordinator:
+        config, own = reads_own(Hanging())
+        hangs = Worker(coordinator.address, job=own, config=config)
+        other = Worker(coordinator.address, job=made, config=QUICK_WORKER)
+        running = [asyncio.create_task(worker.run()) for worker in (hangs, other)]
+        try:
+            result = await coordinator.wait()
+            departures = await asyncio.wait_for(asyncio.gather(*running), 10.0)
+            assert reading.is_set()
+        finally:
+            comes_back.set()
+    assert result.digest == sent.digest
+    assert departures == [Departure.FINISHED] * 2
+    assert hangs.abandoned
+    assert not other.abandoned
 
 
 async def test_rows_of_tensors_are_gathered_by_whoever_has_them() -> None:

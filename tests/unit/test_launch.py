@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import shlex
+import stat
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -80,6 +81,15 @@ def test_a_run_is_named_after_its_job() -> None:
 def plan(**more: Any) -> Plan:
     given: dict[str, Any] = {"job": "train.py:job", "name": "train", "workers": 3, "cpus": 2, "gpus": 0}
     return Plan(**given | {"memory_bytes": 1 << 30} | more)
+
+
+def test_jobs_of_two_files_have_two_names() -> None:
+    long = "an-experiment-with-all-that-it-is-about-in-its-name"
+    names = [name_of(f"{stem}.py:job") for stem in ("a.b", "c.b", f"{long}-1", f"{long}-2")]
+    assert names[:2] == ["a-b", "c-b"]
+    assert len(set(names)) == 4
+    assert max(map(len, names)) <= 40
+    assert name_of("here.jobs.train:job") == "train"
 
 
 def test_the_environment_of_who_launches_is_not_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +238,7 @@ def program_of(step: list[str]) -> list[str]:
 def test_slurm_has_a_coordinator_and_an_array_of_workers(slurm: Path) -> None:
     assert main(["launch", "slurm", "train.py:job", "--workers", "3", *ISLANDS, *OPTIONS]) == ExitCode.OK
     script = slurm / "runs" / "train" / "train.sh"
+    assert stat.S_IMODE(script.parent.stat().st_mode) == 0o700  # parameters and secrets are to lie there
     (first, second) = asked(slurm)
     assert first[-2:] == [str(script), "coordinator"]
     assert second[-2:] == [str(script), "worker"]
@@ -239,6 +250,19 @@ def test_slurm_has_a_coordinator_and_an_array_of_workers(slurm: Path) -> None:
     subprocess.run(["bash", script, "grow", "8"], check=True)
     (third,) = asked(slurm)
     assert "--array=1-8" in third
+
+
+def test_the_script_alone_makes_its_directory_for_its_user_alone(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a name with what Slurm replaces in the names of outputs is that name."""
+    script = slurm / "train.sh"
+    script.write_text(written(capsys, "slurm", "--", "--run-dir", str(slurm / "50%a")))
+    subprocess.run(["bash", script], check=True, env={**os.environ, "HOME": str(slurm)})
+    assert stat.S_IMODE((slurm / "50%a").stat().st_mode) == 0o700
+    first, second = asked(slurm)
+    assert f"--output={slurm}/50%%a/coordinator.log" in first
+    assert f"--output={slurm}/50%%a/worker-%A-%a.log" in second
 
 
 @pytest.mark.parametrize("role", ["coordinator", "worker"])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import logging
+import socket
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -122,6 +126,91 @@ async def test_a_service_that_does_not_answer_is_said_once_and_asked_again(
     assert pauses == [5.0, 5.0, 1.0, 5.0]
 
 
+NESTED = "[" * 100_000
+ANSWERS = [
+    "", "[]", "null", '"x"', "3", NESTED, "\x00\xff", '{"Events": null}', '{"Events": 3}', '{"Events": ["x"]}',
+    '{"Events": [null]}', '{"Events": [{"EventType": ["Preempt"], "Resources": 5}]}',
+    '{"Events": [{"EventType": "Preempt", "Resources": 5}]}',
+    '{"Events": [{"EventType": "Preempt", "Resources": "vm"}]}',
+    '{"action": []}', '{"action": null, "time": 7}', '{"time": "x"}', "<html>\n<h1>502</h1>\x1b[2J",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Amazon, Google, Azure])
+@pytest.mark.parametrize("text", ANSWERS)
+async def test_a_strange_answer_is_no_notice_and_the_last_word_of_nobody(
+    kind: type[Amazon], text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is answered once: the next answer is asked for, and heard."""
+    caplog.set_level(logging.WARNING)
+    answers = [(200, "name", {"metadata-flavor": "Google", "etag": "e"})] if kind is Azure else []
+    answers += [(200, "token", {})] if kind is Amazon else []
+    answers += [(200, text, {"metadata-flavor": "Google", "etag": "e"})] * 2
+    notice = {Amazon: '{"action": "stop"}', Google: "TRUE", Azure: json.dumps({"Events": [event("Preempt", "name")]})}
+    answers.append((200, notice[kind], {"metadata-flavor": "Google", "etag": "e"}))
+    monkeypatch.setattr(notices, "_ask", lambda *_, **__: answers.pop(0))
+    monkeypatch.setattr(notices, "_LEAST_S", 0.0)
+    monkeypatch.setattr(notices, "_AGAIN_S", 0.0)
+    service, told = kind(), list[str]()
+    service.every_s = 0.0
+    await asyncio.wait_for(watch(service, told.append), 5)
+    assert len(told) == 1
+    assert not answers
+    assert all(record.getMessage().isprintable() for record in caplog.records)
+
+
+def test_azure_does_not_say_of_whom() -> None:
+    """Resources may be missing: who is asked is this machine's service."""
+    with metadata("azure") as cloud:
+        service = Azure(cloud.url)
+        cloud.events.append({**event("Preempt"), "Resources": None})
+        assert "Preempt" in service.look()
+
+
+async def test_a_service_that_answers_at_once_is_not_asked_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a proxy does that knows nothing of ``wait_for_change``."""
+    pauses, looks = list[float](), ["", "", "it ends"]
+
+    async def briefly(seconds: float) -> None:
+        pauses.append(seconds)
+
+    class Quick:
+        every_s = 0.0
+
+        def look(self) -> str:
+            return looks.pop(0)
+
+    monkeypatch.setattr(notices.asyncio, "sleep", briefly)
+    await watch(Quick(), list[str]().append)
+    assert pauses == pytest.approx([1.0, 1.0], abs=0.2)
+
+
+@pytest.mark.parametrize("where", ["head", "body"])
+def test_an_answer_that_drips_has_an_end(where: str) -> None:
+    """Each byte comes soon enough, and all of them never."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stop = threading.Event()
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.recv(1 << 16)
+                connection.sendall(
+                    b"HTTP/1.1 200 OK\r\n" + (b"Content-Length: 99999\r\n\r\n" if where == "body" else b"X-")
+                )
+                while not stop.wait(0.01):
+                    connection.sendall(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            with pytest.raises((OSError, http.client.HTTPException)):
+                notices._ask(f"http://127.0.0.1:{server.getsockname()[1]}", "/", headers={}, timeout_s=0.2)
+        finally:
+            stop.set()
+            thread.join()
+
+
 @pytest.mark.parametrize(
     ("vendor", "tag", "kind"),
     [
@@ -141,10 +230,23 @@ def test_auto_asks_the_machine_whose_it_is(tmp_path: Path, vendor: str | None, t
     assert found is None if kind is None else type(found) is kind
 
 
-@pytest.mark.parametrize("told", ["off", "auto", "aws", "gcp=http://127.0.0.1:80", "oracle", "aws=", "auto=http://x"])
+@pytest.mark.parametrize(
+    "told",
+    [
+        "off",
+        "auto",
+        "aws",
+        "gcp=http://127.0.0.1:80",
+        "oracle",
+        "aws=",
+        "auto=http://x",
+        "gcp=http://h:99999",
+        "aws=http://[::1",
+    ],
+)
 def test_what_may_be_said(told: str) -> None:
     given = ["--server", "localhost", "--watch-preemption", told]
-    if told in ("oracle", "aws=", "auto=http://x"):
+    if told not in ("off", "auto", "aws", "gcp=http://127.0.0.1:80"):
         with pytest.raises(UsageError, match="--watch-preemption"):
             read(WorkerSettings, given, prog="", environment={})
     else:

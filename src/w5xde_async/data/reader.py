@@ -23,6 +23,7 @@ from w5xde_async.data.config import ReadersConfig
 from w5xde_async.data.stream import AT_FAULT, StreamReader
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job, load_job, made_by
+from w5xde_async.net.hanging import in_daemon_thread
 from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.runtime import thread_pool
 from w5xde_async.users_code import users_code
@@ -99,11 +100,13 @@ class LeafReader:
         return self._read_here(indices, seed)
 
     async def aclose(self) -> None:
-        """Wait for reads under way."""
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, lambda: self._threads.shutdown(wait=True, cancel_futures=True))
+        """Wait for reads under way. Cancelled, it leaves them to themselves."""
+        await in_daemon_thread(("reads", id(self)), self._end)
+
+    def _end(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
         if self._processes is not None:
-            await loop.run_in_executor(None, self._processes.shutdown)
+            self._processes.shutdown()
 
     def _read_there(self, indices: NDArray[np.int64], seed: int) -> Read | BaseException:
         assert self._start is not None

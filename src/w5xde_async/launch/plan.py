@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
 WORKER_GRACE_S = 30  #: --grace of a worker, and its goodbye
 COORDINATOR_GRACE_S = 240  #: --grace of a coordinator, and its last checkpoint
 
+_LONGEST = 40
 _NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,38}[a-z0-9])?")
 _OURS = (
     "--host", "--port", "--advertise", "--join-file", "--token-file", "--insecure", "--exit-on-drain", "--workers",
@@ -47,8 +49,8 @@ class Plan:
         """Raises UsageError for what the programs would refuse, or an engine."""
         need(
             bool(_NAME.fullmatch(self.name)),
-            f"--name: {self.name!r} will not do; give up to 40 small letters, digits and hyphens that begin with a "
-            "letter",
+            f"--name (if it is left out, it is made of the job's file): {self.name!r} will not do; give up to 40 small "
+            "letters, digits and hyphens that begin with a letter",
         )
         _refuse(self.options, _OURS, "after --")
         read(CoordinatorSettings, [self.job, *self.options], prog="", environment={})
@@ -74,9 +76,13 @@ class Plan:
 
 
 def name_of(job: str) -> str:
-    """A run's name that every engine takes, made of the job's."""
-    stem = job.rpartition(":")[0].removesuffix(".py").replace("\\", "/").rpartition("/")[2].rpartition(".")[2]
-    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40].strip("-") or "run"
+    """A run's name that every engine takes, made of the job's file or module; two that are cut have two names."""
+    file = job.rpartition(":")[0]
+    stem = Path(file.replace("\\", "/")).stem if file.endswith(".py") else file.rpartition(".")[2]
+    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "run"
+    if len(name) <= _LONGEST:
+        return name
+    return f"{name[: _LONGEST - 9].strip('-')}-{hashlib.blake2b(stem.encode(), digest_size=4).hexdigest()}"
 
 
 def fill(template: str, **values: object) -> str:

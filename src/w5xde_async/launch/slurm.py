@@ -39,7 +39,7 @@ def start(plan: Plan) -> int:
     if shutil.which("sbatch") is None:
         raise UsageError("sbatch is not here: run this where it is, or take what --print writes there")
     path = plan.run_dir / f"{plan.name}.sh"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.write_text(script(plan), encoding="utf-8")
     sys.stdout.write(f"{path}\n")
     sys.stdout.flush()

@@ -31,7 +31,7 @@ Exit codes: 0 finished or stopped in good order, 1 error, 2 wrong usage or job,
 3 unreachable, 4 authentication, 5 version or model mismatch, 6 port in use,
 7 device lost, 8 island lost, 75 told to leave before the end (worker: SIGTERM,
 SIGUSR1, a notice), 130 second Ctrl-C or SIGTERM."""
-_CLOUD = r"off|auto|(aws|gcp|azure)(=http://\S+)?"
+_CLOUD = r"off|auto|(aws|gcp|azure)(=http://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,4}|:[1-5]\d{4}|:6[0-4]\d{3})?(/\S*)?)?"
 _JOB = text("FILE.py:NAME or MODULE:NAME", "JOB")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -18,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from w5xde_async.cluster.worker_processes import PRESTARTED
-from w5xde_async.errors import DeviceLost, ExitCode, RefusalCode, Refused, Unreachable, UsageError
+from w5xde_async.errors import DeviceLost, ExitCode, RefusalCode, Refused, Unreachable, UsageError, W5xdeError
 from w5xde_async.process import CTRL_C, attach, exit_code_of, launch, memory_reports, signals
 
 if TYPE_CHECKING:
@@ -160,6 +161,22 @@ def _work(
         worker = Worker(
             server, job=job, config=config, join_file=settings.join_file, rank=rank, reference=settings.job or ""
         )
+        try:
+            code = await serve(worker)
+        except W5xdeError as error:
+            if not worker.abandoned or rank is not None:
+                raise
+            logger.error("%s", str(error).partition("\n")[0])
+            code = error.exit_code
+        if worker.abandoned and rank is None:  # Python's end would wait for the thread
+            for reader in multiprocessing.active_children():
+                reader.kill()
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(code)
+        return code
+
+    async def serve(worker: Worker) -> int:
         told = ""
 
         def leave(reason: str) -> None:
@@ -194,8 +211,9 @@ def _work(
                     if not running.done():
                         await asyncio.wait((running,), timeout=_PARTING_S)
                     if not running.done():
-                        # A thread computes and cannot be stopped; its lease has been given back.
-                        logger.warning("left in the middle of a block: the grace was over")
+                        # A thread computes and cannot be stopped; its lease has been given back, or nobody needs it.
+                        why = "the grace was over" if told else "the run is finished"
+                        logger.warning("left in the middle of a block: %s", why)
                         logging.shutdown()
                         os._exit(left())
                     departure = running.result()

@@ -17,7 +17,11 @@ import asyncio
 import http.client
 import json
 import logging
+import socket
+import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlencode, urlsplit
@@ -31,6 +35,8 @@ _TIMEOUT_S = 10.0
 _MOST_BYTES = 1 << 20
 _TOKEN_S = 6 * 3600
 _WAITS_S = 60
+_LEAST_S, _AGAIN_S = 1.0, 5.0  # between two looks, whatever is answered; after one in vain
+_ENDS = ("Preempt", "Terminate", "Reboot", "Redeploy")
 _AZURES_TAG = "7783-7084-3265-9085-8269-3286-77"  # of Hyper-V elsewhere it is another
 
 
@@ -40,7 +46,7 @@ class Service(Protocol):
     every_s: float
 
     def look(self) -> str:
-        """What is announced; "" for nothing. Blocking. Raises OSError, HTTPException, ValueError."""
+        """What is announced; "" for nothing. Blocking. Raises whatever a strange answer makes it raise."""
 
 
 class Amazon:
@@ -61,7 +67,7 @@ class Amazon:
         if status == 404:
             return ""
         notice = _object(_good(status, body))
-        if "action" not in notice:
+        if not isinstance(notice.get("action"), str):
             raise ValueError("not a notice of EC2's")
         return f"EC2 is to {notice['action']} this machine at {notice.get('time')}"
 
@@ -111,8 +117,10 @@ class Azure:
             self._name = self._get("/metadata/instance/compute/name?api-version=2021-02-01&format=text").strip()
         events = _object(self._get("/metadata/scheduledevents?api-version=2020-07-01")).get("Events")
         for event in events if isinstance(events, list) else ():
-            ends = event.get("EventType") in ("Preempt", "Terminate", "Reboot", "Redeploy")
-            if ends and self._name in event.get("Resources", ()):  # the list has other machines of the set too
+            if not isinstance(event, dict) or event.get("EventType") not in _ENDS:
+                continue
+            machines = event.get("Resources")
+            if machines is None or (isinstance(machines, list) and self._name in machines):  # others of the set too
                 return f"Azure announces {event['EventType']} of this machine, not before {event.get('NotBefore')}"
         return ""
 
@@ -153,27 +161,48 @@ async def watch(service: Service, told: Callable[[str], None]) -> None:
     """Call ``told`` with the first notice, and return. A service that does not answer is asked again, and said once."""
     complained = False
     while True:
+        began = time.monotonic()
         try:
             if notice := await in_daemon_thread(("notices", id(service)), service.look):
-                return told("".join(filter(str.isprintable, notice))[:200])
-            complained, pause_s = False, service.every_s
-        except (OSError, http.client.HTTPException, ValueError) as error:
+                return told(_shown(notice))
+            complained, pause_s = False, max(service.every_s, _LEAST_S - (time.monotonic() - began))
+        except Exception as error:  # who answers may be anybody: this is not to end because of what he says
             if not complained:
-                logger.warning("no notices of the machine's end are heard, trying again reason=%s", error)
-            complained, pause_s = True, max(service.every_s, 5.0)
+                logger.warning("no notices of the machine's end are heard, trying again reason=%s", _shown(str(error)))
+            complained, pause_s = True, max(service.every_s, _AGAIN_S)
         await asyncio.sleep(pause_s)
+
+
+def _shown(text: str) -> str:
+    return "".join(filter(str.isprintable, text))[:200]
 
 
 def _ask(
     endpoint: str, path: str, *, method: str = "GET", headers: Mapping[str, str], timeout_s: float = _TIMEOUT_S
 ) -> tuple[int, str, Mapping[str, str]]:
-    """Status, text and headers of an answer. No proxy is used."""
+    """Status, text and headers of an answer, all of which is to be there within ``timeout_s``. No proxy is used."""
     where = urlsplit(endpoint)
     connection = http.client.HTTPConnection(where.hostname or "", where.port or 80, timeout=timeout_s)
+    over = threading.Event()
+
+    def break_off(sock: socket.socket) -> None:  # its own timeout begins anew with each byte
+        over.set()
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
     try:
-        connection.request(method, where.path.rstrip("/") + path, headers=dict(headers))
-        answer = connection.getresponse()
-        text = answer.read(_MOST_BYTES).decode("utf-8", "replace")
+        connection.connect()
+        late = threading.Timer(timeout_s, break_off, [connection.sock])
+        late.daemon = True
+        late.start()
+        try:
+            connection.request(method, where.path.rstrip("/") + path, headers=dict(headers))
+            answer = connection.getresponse()
+            text = answer.read(_MOST_BYTES).decode("utf-8", "replace")
+        finally:
+            late.cancel()
+        if over.is_set():
+            raise TimeoutError(f"the answer was not complete after {timeout_s:g} s")
         return answer.status, text, {name.lower(): value for name, value in answer.getheaders()}
     finally:
         connection.close()

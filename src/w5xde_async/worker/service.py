@@ -19,6 +19,7 @@ from w5xde_async.compute.program.sandbox import Computing, unsupported
 from w5xde_async.data.config import ReadersConfig
 from w5xde_async.errors import LinkLost, ProgramRefused, RefusalCode, Refused, RemoteError, UsageError
 from w5xde_async.job import Job
+from w5xde_async.net.hanging import in_daemon_thread
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.plan.numerics import EXACT, fits, refusal
@@ -82,7 +83,8 @@ class Worker:
             rank=rank,
         )  # fmt: skip
         self._rank = rank
-        self.abandoned = False  #: of an island: its compute thread waits for ranks that are gone, and never ends
+        #: A thread may never end: an island's that waits for ranks that are gone, or one that reads from a dead disk.
+        self.abandoned = False
         self.config = self._dialer.config
         self.name, self.worker_id = self._dialer.name, self._dialer.worker_id
         self.leases_done = self.leases_stale = 0
@@ -191,7 +193,7 @@ class Worker:
             await loop.run_in_executor(self._compute, self._begin_thread)  # first: the sandbox's process gets them too
             await self._engines.start()
             if self.config.local_data:
-                self._own = await loop.run_in_executor(None, self._open_own_data)
+                self._own = await in_daemon_thread(("own data", id(self)), self._open_own_data)
             while departure is None:
                 departure = await self._one_connection(given)
                 if departure is None and current and current.cancelling() > cancelled_before:
@@ -207,13 +209,13 @@ class Worker:
             if lifetime is not None:
                 lifetime.cancel()
             await self._uplink.close(finished=departure is Departure.FINISHED, kept=departure is not None)
-            if self._own is not None:
-                await self._own.aclose()
             if self.abandoned:
                 self._compute.shutdown(wait=False)
             else:
                 await self._engines.close()
                 await loop.run_in_executor(None, self._compute.shutdown)
+            if self._own is not None and not await self._own.aclose():
+                self.abandoned = True
 
     @property
     def was_asked_to_leave(self) -> bool:

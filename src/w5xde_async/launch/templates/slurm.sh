@@ -23,14 +23,14 @@ again() {
 
 grow() {
   submit --job-name="$name-worker" --cpus-per-task=@@cpus@@gpus --array="1-$1" --signal=USR1@120 \
-    --output="$run/worker-%A-%a.log" "$script" worker
+    --output="${run//%/%%}/worker-%A-%a.log" "$script" worker
 }
 
 script=$0
 case ${1:-submit} in
 submit)
-  mkdir -p "$run"
-  submit --job-name="$name" --cpus-per-task=1 --signal=TERM@300 --output="$run/coordinator.log" "$script" coordinator
+  (umask 077 && mkdir -p "$run") # parameters and secrets lie there
+  submit --job-name="$name" --cpus-per-task=1 --signal=TERM@300 --output="${run//%/%%}/coordinator.log" "$script" coordinator
   grow @@workers
   ;;
 grow)

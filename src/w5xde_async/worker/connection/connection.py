@@ -32,6 +32,7 @@ from w5xde_async.worker.hooks import WorkerHooks
 logger = logging.getLogger(__name__)
 
 _PARTING_S = 1.0  # for the last message to be sent
+_BLOCK_S = 5.0  # for a block to end that nobody needs: the run is finished
 _WORD_S = 2.0  # for the coordinator's last word, where ranks of an island cannot go on together
 
 Prepare = Callable[[Receive, Outbox], Awaitable[tuple[LeaseExecutor, messages.Ready]]]
@@ -290,7 +291,13 @@ class Connection:
         if self._hurry is not None:
             self._hurry.cancel()
         if self.leases is not None:
-            self.unsent = await self.leases.aclose()
+            finished = self._bye is not None and self._bye.code == messages.ByeCode.FINISHED
+            late = asyncio.get_running_loop().call_later(_BLOCK_S, self._parted.set) if finished else None
+            try:
+                self.unsent = await self.leases.aclose()
+            finally:
+                if late is not None:
+                    late.cancel()
 
 
 def _report(executor: LeaseExecutor, leaf_s: float) -> messages.Report:

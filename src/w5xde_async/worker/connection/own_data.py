@@ -6,8 +6,10 @@ Batches are those that the coordinator would send: the same samples, collated le
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -20,9 +22,14 @@ from w5xde_async.data.reader import LeafReader, Read, with_local_data
 from w5xde_async.data.shards import fingerprints
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.job import Job
+from w5xde_async.net.hanging import in_daemon_thread
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Lease
+
+logger = logging.getLogger(__name__)
+
+_READ_S = 5.0  # for a read to end that nobody needs any more
 
 
 class OwnBatch(NamedTuple):
@@ -50,7 +57,7 @@ class OwnData:
     async def shards(self) -> tuple[int, ...]:
         """The fingerprint of each shard, 0 for one that cannot be read."""
         if self._shards is None:
-            found = await asyncio.get_running_loop().run_in_executor(None, fingerprints, self._job)
+            found = await in_daemon_thread(("shards", id(self)), partial(fingerprints, self._job))
             self._shards = found.shards
         return self._shards
 
@@ -79,6 +86,12 @@ class OwnData:
         tensors = tuple(tensor for read in reads for tensor in read.tensors)
         return OwnBatch(joined([read.structure for read in reads]), False, tensors)
 
-    async def aclose(self) -> None:
-        """Wait for reads under way."""
-        await self._reader.aclose()
+    async def aclose(self) -> bool:
+        """Wait for reads under way. False where one hangs, as on a network disk: its thread is left to itself."""
+        try:
+            async with asyncio.timeout(_READ_S):
+                await self._reader.aclose()
+        except TimeoutError:
+            logger.warning("a read of --local-data hangs; nothing waits for it any more")
+            return False
+        return True
