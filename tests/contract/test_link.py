@@ -23,7 +23,7 @@ from w5xde_async.net.link import CLOSED_BY_PEER, CLOSED_HERE, CLOSED_MID_FRAME, 
 from w5xde_async.net.sockets import BULK_BYTES
 from w5xde_async.net.stream import READ_AHEAD_BYTES
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, encode
-from w5xde_async.wire.messages import Heartbeat, Message, Result, Verdict
+from w5xde_async.wire.messages import Heartbeat, Message, Params, Result, Verdict
 
 KINDS = ("memory", "tcp", "tcp+bulk", "transport", "tls", "stock tcp", "stock tls", "stock unix")
 NETWORK = KINDS[1:]
@@ -164,6 +164,21 @@ async def test_messages_arrive_in_order_both_ways(pair: Pair):
         for i in range(5):
             await sender.send(encode(Heartbeat(f"beat {i}")))
         assert [(await receiver.recv()).message for _ in range(5)] == [Heartbeat(f"beat {i}") for i in range(5)]
+
+
+async def test_results_and_versions_without_bytes_keep_their_place_among_those_with_them(pair: Pair):
+    """Where both ends have memory together, both kinds come on one link."""
+    payload, version = pattern(READ_AHEAD_BYTES + 13), Params(7, 0, 0, 1.0, shared=(0, 2, 5))
+    sending = asyncio.create_task(
+        pair.near.send(
+            [*encode(Result(1, 0, 16)), *frame(payload, lease=1), *encode(version), *encode(Result(1, 2, 3))]
+        )
+    )
+    received = [await pair.far.recv(allocate) for _ in range(4)]
+    assert [one.message for one in received] == [Result(1, 0, 16), Result(1, 0), version, Result(1, 2, 3)]
+    assert [len(one.buffers) for one in received] == [0, 1, 0, 0]
+    assert bytes(received[1].buffers[0]) == payload
+    await sending
 
 
 async def test_any_cut_of_the_stream_gives_the_same_frames(pair: Pair):
