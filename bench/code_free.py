@@ -199,7 +199,7 @@ def work(reply: Reply, *, port: int, job: str, options: dict[str, Any], sandbox:
     """One worker, with the code of ``job`` or, where it is empty, without; then perhaps in a sandbox."""
     torch.set_num_threads(1)
     made = make_job(job, **options) if job else None
-    config = WorkerConfig(device="cpu", threads=1, inline_block_s=0.0005, sandbox="on" if sandbox else "off")
+    config = WorkerConfig(device="cpu", threads=1, inline_block_s=0.002, sandbox="on" if sandbox else "off")
     worker = Worker(f"127.0.0.1:{port}", job=made, config=config)
 
     async def run() -> float:

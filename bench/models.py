@@ -432,7 +432,7 @@ def work(
 ) -> None:
     """``count`` workers on one loop, until the run is over. ``join``: a join string in place of the port."""
     config = WorkerConfig(
-        device=device, threads=1, token=token, connect_timeout_s=2.0, inline_block_s=0.0005, link=link
+        device=device, threads=1, token=token, connect_timeout_s=2.0, inline_block_s=0.002, link=link
     )  # fmt: skip
 
     async def one() -> Worker:

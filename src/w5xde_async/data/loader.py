@@ -347,12 +347,12 @@ class Loader:
             self._missing.pop((step, block), None)
 
     def _prefetch(self) -> None:
-        while not self._closed and self._reading < self._most_reading and not self._all_read_themselves():
+        while self._unread and not self._closed and self._reading < self._most_reading:
             ahead = self._held_leaves + self._reading * self._chunk_leaves
             over_bytes = ahead * self._leaf_bytes > 4 * _LEASE_BYTES
             if ahead and (ahead >= max(self._prefetch_leaves, 2 * self._chunk_leaves) or over_bytes):
                 return
-            if not self._read_next():
+            if self._all_read_themselves() or not self._read_next():
                 return
 
     def _read_next(self) -> bool:
@@ -384,14 +384,13 @@ class Loader:
         except ValueError as error:
             self._on_error(JobError("dataset", str(error)))
             return
-        seed = seed_for("data", self._sampler.seed, step, chunk.first)
         if chunk.num_leaves <= self._inline_leaves:
-            chunk.read = self._reader.read_now(indices, seed)
+            chunk.read = self._reader.gather(indices)
             self._held_leaves += chunk.num_leaves
             self._learn(chunk.read, chunk.num_leaves)
             return
         self._reading += 1
-        future = self._reader.read(indices, seed)
+        future = self._reader.read(indices, seed_for("data", self._sampler.seed, step, chunk.first))
 
         def done(read: asyncio.Future[Read]) -> None:
             self._reading -= 1

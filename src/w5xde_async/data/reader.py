@@ -95,9 +95,11 @@ class LeafReader:
         loop.run_in_executor(self._threads, self._read_there, indices, seed).add_done_callback(hand_on)
         return read
 
-    def read_now(self, indices: NDArray[np.int64], seed: int) -> Read:
-        """``read`` on this thread."""
-        return self._read_here(indices, seed)
+    def gather(self, indices: NDArray[np.int64]) -> Read:
+        """``read`` on this thread, where rows of tensors are gathered."""
+        at = torch.from_numpy(np.array(indices))
+        tensors = tuple([on_host(tensor.index_select(0, at.to(tensor.device))) for tensor in self._job.dataset.tensors])
+        return Read(flatten(tensors)[0], tensors)
 
     async def aclose(self) -> None:
         """Wait for reads under way. Cancelled, it leaves them to themselves."""
@@ -117,11 +119,7 @@ class LeafReader:
 
     def _read_here(self, indices: Any, seed: int) -> Read:
         if self.gathers:
-            at = torch.from_numpy(np.array(indices))
-            tensors = tuple(
-                [on_host(tensor.index_select(0, at.to(tensor.device))) for tensor in self._job.dataset.tensors]
-            )
-            return Read(flatten(tensors)[0], tensors)
+            return self.gather(indices)
         if self._random is None:
             return self._probe(indices, seed)
         if not self._random:

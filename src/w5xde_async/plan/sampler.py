@@ -59,10 +59,10 @@ class Orders:
         """``epoch_order``."""
         key = num_samples, seed, epoch
         order = self._kept.get(key)
-        if order is None:
-            order = epoch_order(*key)
-        others = [item for item in self._kept.items() if item[0] != key]
-        self._kept = dict([*others[-1:], (key, order)])
+        if order is None or next(reversed(self._kept)) != key:
+            order = epoch_order(*key) if order is None else order
+            others = [item for item in self._kept.items() if item[0] != key]
+            self._kept = dict([*others[-1:], (key, order)])
         return order
 
 

@@ -179,12 +179,13 @@ class SyncTraining:
         """
         now = self.context.clock()
         for step in range(self.version, min(self.version + 1 + AHEAD, self.total_steps)):
+            if step in self.ledger.open_steps:
+                continue
             if not self._ordering.ready(step, self.total_steps):
                 return
-            if step not in self.ledger.open_steps:
-                plan = self.sampler.plan(step)
-                self.ledger.open(step, plan.num_leaves, now)
-                self.context.loader.open(plan)
+            plan = self.sampler.plan(step)
+            self.ledger.open(step, plan.num_leaves, now)
+            self.context.loader.open(plan)
 
     def _order_came(self) -> None:
         if not self._closing and self.lifecycle.failure is None and not self.lifecycle.stopping:

@@ -331,9 +331,12 @@ class LeaseScheduler:
         """Of the next lease, where results cost little: blocks get smaller towards the step's end."""
         ledger, pacing = self._ledger, self._pacing
         free, step_leaves = ledger.free_leaves(step), ledger.num_leaves(step)
+        whole = pacing.takes_whole(worker, step_leaves)
+        if whole and not self._has_turn(worker, now):
+            return 0
         leaves = pacing.block_leaves(worker, free, step_leaves=step_leaves)
-        if pacing.takes_whole(worker, step_leaves):
-            return leaves if self._has_turn(worker, now) else 0
+        if whole:
+            return leaves
         if current and pacing.unequal:
             return min(leaves, self._most_in_time(worker, step, free, now))
         if current:
