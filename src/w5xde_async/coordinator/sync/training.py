@@ -380,8 +380,10 @@ class SyncTraining:
         It goes back. Such leaves are for workers with the code; where there is none, the coordinator computes them.
         """
         refused = self.phase.beyond(grant.worker, data)
+        if not refused:
+            return False  # of every worker is asked below: that is not for each lease
         with_code = self.phase.has_code
-        if not refused or not (with_code or self._recomputation is not None):
+        if not (with_code or self._recomputation is not None):
             return False  # without either, the worker says why it cannot
         without = [worker for worker, other in self.roster.sessions.items() if other.code_free]
         leaves = [grant.block.start + number for number, _ in refused]
