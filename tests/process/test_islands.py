@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 from tests.support import jobs
-from tests.support import programs as programs_support
 from tests.support.chaos import show
 from tests.support.cluster import train
 from tests.support.processes import ROOT, Program, programs
+from tests.support.programs import TRACEABLE
 
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.updates.config import UpdateConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 JOB = f"{ROOT / 'tests/support/jobs.py'}:gpt_adamw"
 CNN = f"{ROOT / 'tests/support/jobs.py'}:cnn_sgd"
 
@@ -69,22 +69,25 @@ def worker(start: Any, address: str, *arguments: str, job: str = JOB, **kwargs: 
     return program
 
 
-TRACED = f"{ROOT / 'tests/support/programs.py'}:gpt"
-
-
 @pytest.mark.timeout(120)  # tracing
-@pytest.mark.parametrize("shape", ["fsdp=2", "pp=2 --pp-schedule gpipe --checkpoint-activations"])
-def test_an_island_without_the_jobs_code_has_the_digest_of_one_process(start: Any, tmp_path: Path, shape: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape"), [("mlp", "fsdp=2"), ("gpt", "pp=2 --pp-schedule gpipe --checkpoint-activations")]
+)
+def test_an_island_without_the_jobs_code_has_the_digest_of_one_process(
+    start: Any, tmp_path: Path, name: str, shape: str
+) -> None:
     torch.set_num_threads(1)
+    module, given = ("jobs", "mlp_adamw") if name == "mlp" else ("programs", "gpt")
     program = start(
-        "w5xde_async.coordinator", TRACED, "--port", "0", "--run-dir", str(tmp_path / "run"), "--log-format", "json",
+        "w5xde_async.coordinator", f"{ROOT}/tests/support/{module}.py:{given}", "--port", "0", "--log-format", "json",
+        "--run-dir", str(tmp_path / "run"),
         code_free=True,
     )  # fmt: skip
     address = program.wait_for("run_started")["address"]
     island = start(
         "w5xde_async.worker", "--server", address, "--threads", "1", "--log-format", "json", "--island", *shape.split()
     )  # fmt: skip
-    assert digest(program) == asyncio.run(train(programs_support.gpt)).digest
+    assert digest(program) == asyncio.run(train(TRACEABLE[name])).digest
     assert island.finish() == 0, "".join(island.text)
 
 
@@ -274,7 +277,7 @@ def test_tensor_parallel_islands_repeat_and_lie_near_one_process(start: Any, tmp
         run = tmp_path / f"run{number}"
         program = start(
             "w5xde_async.coordinator", LLAMA, "--port", "0", "--run-dir", str(run), "--log-format", "json",
-            "--max-steps", "12", "--audit-fraction", "0.5", "--min-workers", str(max(1, len(islands))),
+            "--max-steps", "6", "--audit-fraction", "0.5", "--min-workers", str(max(1, len(islands))),
         )  # fmt: skip
         address = program.wait_for("run_started")["address"]
         workers = [worker(start, address, "--island", shape, job=LLAMA) for shape in islands]
