@@ -125,7 +125,11 @@ class Job:
             value = getattr(self, name)
             fits = value is None or (type(value) is int and value >= 1)
             need(fits, f"{name} is {value!r}", "give a whole number >= 1")
-        need(self.epochs is not None or self.max_steps is not None, "it has no end", "give epochs or max_steps")
+        need(
+            self.epochs is not None or self.max_steps is not None,
+            "it has no end",
+            "give Job(epochs=...) or Job(max_steps=...)",
+        )
         need(self.precision in PRECISIONS, f"precision is {self.precision!r}", "give fp32, bf16 or fp16")
         seeds = type(self.seed) is int and 0 <= self.seed < 1 << 63
         need(seeds, f"seed is {self.seed!r}", "give a whole number from 0 to 2^63 - 1")

@@ -54,7 +54,7 @@ class Counted(Stream):
         ({"batch_size": 4.0}, "batch_size is 4.0"),
         ({"microbatch_size": -1}, "microbatch_size is -1"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches is 0"),
-        ({"max_steps": None}, "it has no end; give epochs or max_steps"),
+        ({"max_steps": None}, "it has no end; give Job\\(epochs"),
         ({"max_steps": 0}, "max_steps is 0"),
         ({"epochs": 0}, "epochs is 0"),
         ({"stop_when": 3}, "stop_when is not a function of the metrics"),
