@@ -5,7 +5,7 @@ over 32 samples, the step adds up ``--leaves`` of them in tree order and applies
 staleness 0 (synchronous). The 1000 samples are tiled so that a step can have that many leaves. Beside it, in the same
 run: plain PyTorch loops over the same leaves without any network, two processes at once: what two cores can do at all.
 
-Figures: ``batches_per_s_2``, ``batches_per_s_10`` (aims: 11,000 and 15,000), ``loss_first``, ``loss_last`` (of the 10
+Figures: ``batches_per_s_2``, ``batches_per_s_10`` (aims: 24,000 and 20,000), ``loss_first``, ``loss_last`` (of the 10
 workers' run; the bench fails where the loss has not fallen), ``plain_batches_per_s`` (both processes), and
 ``cpu_us_2``, ``cpu_us_10``, ``plain_cpu_us``: processor time a batch, all processes, which a busy machine changes less.
 """

@@ -30,7 +30,8 @@ from w5xde_async.net.stream import (
 )
 from w5xde_async.wire.frame import Buffer
 
-PIECE_BYTES = 256 * 1024
+#: Under TLS a turn of the transport costs more than its encryption of a smaller piece gains by the cache.
+PIECE_BYTES = 512 * 1024
 #: A transport may push this much after it was told to pause (the proactor's read size).
 PUSH_BYTES = 64 * 1024
 
