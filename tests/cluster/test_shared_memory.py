@@ -22,8 +22,9 @@ from w5xde_async.compute.program import sandbox
 from w5xde_async.coordinator.parameters.publisher import LivePublisher
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import UsageError
-from w5xde_async.hub.members import roster
+from w5xde_async.hub.members import roster, session
 from w5xde_async.hub.members.session import Session
+from w5xde_async.hub.members.sharing import copy_into
 from w5xde_async.job import Job
 from w5xde_async.params.flat import ResultVector, named_digest
 from w5xde_async.segments import Opened, Unshared, unsupported
@@ -121,6 +122,29 @@ async def test_the_bits_are_those_of_one_process_and_nothing_travels(norm_gate: 
     assert [sum(share.encoded_bytes for share in one.shares) > 0 for one in (result, over_tcp)]
 
 
+async def test_long_copies_let_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results lie there all at once: a loop that copied all of them before it looked up would stand still meanwhile."""
+    passes, copied_at = 0, list[int]()
+
+    def tick() -> None:
+        nonlocal passes
+        passes += 1
+        loop.call_soon(tick)
+
+    def copy(view: memoryview, source: torch.Tensor) -> None:
+        copied_at.append(passes)
+        copy_into(view, source)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(session, "copy_into", copy)
+    monkeypatch.setattr(session, "_LONG_COPY_BYTES", 1)
+    loop.call_soon(tick)
+    _, links = await trained(job(max_steps=4), workers=1)
+    assert links == ["shm"]
+    assert len(copied_at) > 8
+    assert len(set(copied_at)) == len(copied_at)
+
+
 @pytest.mark.parametrize("make", [jobs.odd, jobs.cnn_sgd, jobs.gpt_sgd, jobs.accumulated, jobs.fp16, jobs.words])
 async def test_every_kind_of_model(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Job]) -> None:
     """Frozen, unused and tied parameters, other dtypes, integer buffers, a loss scale; however small the model is."""
@@ -178,9 +202,10 @@ async def test_a_result_that_is_changed_after_it_was_told_of_is_not(monkeypatch:
         vectors[:] = slots(*given)
         return vectors[:]
 
-    def taking(session: Session, result: Result) -> None:
-        take(session, result)
+    def taking(session: Session, result: Result) -> int:
+        nbytes = take(session, result)
         vectors[result.slot - 1].buckets[result.bucket].fill_(float("nan"))
+        return nbytes
 
     monkeypatch.setattr(sharing, "slots_in", slots_of)
     monkeypatch.setattr(Session, "_take_shared", taking)

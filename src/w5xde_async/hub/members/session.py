@@ -72,6 +72,7 @@ logger = logging.getLogger(__name__)
 _MOST_MESSAGES = 256  # small ones that may wait for one worker
 _TALK_RATE, _TALK_BURST = 256, 2048  # messages a second, and at once, that no lease authorizes
 _GARBAGE_BYTES = 64 << 20  # results that nothing authorizes: more than this in a row is no accident
+_LONG_COPY_BYTES = 1 << 20  # of shared memory: takes some hundred microseconds and more
 
 
 #: Of one connection, in the time that a handshake may take: 3 MB each way.
@@ -441,7 +442,8 @@ class Session:
                 placed, self.receiving = self.receiving, None
             if type(message) is Result:
                 if not specs:
-                    self._take_shared(message)
+                    if self._take_shared(message) >= _LONG_COPY_BYTES:
+                        await asyncio.sleep(0)  # results that lie there come as fast as they are read: others first
                     continue
                 self.receiving_s += self._clock() - self._header_at
                 self.result_bytes += specs[0].nbytes if self.shard is None else sum(spec.nbytes for spec in specs)
@@ -503,8 +505,8 @@ class Session:
                     self._end_reason = refusal.reason
                     return
 
-    def _take_shared(self, result: Result) -> None:
-        """A result lies in memory: take it from there before anything else is done with it."""
+    def _take_shared(self, result: Result) -> int:
+        """A result lies in memory: take it from there before anything else is done with it. Gives its bytes."""
         self.state = advance(COORDINATOR, self.state, result)
         if self.shared is None:
             raise MalformedFrame("RESULT came without its buffer")
@@ -513,7 +515,7 @@ class Session:
         if view is None:
             if not authorized:
                 self._talk()
-            return
+            return 0
         began = self._clock()
         failpoint("shared.copy.before")
         copy_into(view, source)
@@ -524,6 +526,7 @@ class Session:
         self._aggregating = True
         self._work.arrived(self, result)
         self._aggregating = False
+        return spec.nbytes
 
     def _talk(self) -> None:
         """A message that no lease authorizes. A few a second are usual; a worker that sends many more is dropped."""
