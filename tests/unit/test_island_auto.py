@@ -57,7 +57,7 @@ def test_the_arithmetic_is_shown_as_far_as_it_was_needed() -> None:
     most = {mode: max(need.together for need in survey.needs(mode, 4)) for mode in ("dp", "pp")}  # type: ignore[union-attr]
     found, said = fitting(survey, Devices(4, 2 * most["dp"]), with_job=False)
     assert (found and found.name) == "dp=4"
-    assert said.splitlines()[-1].endswith("MiB on each of 4 devices, of which 90% may be needed: dp=4")
+    assert said.splitlines()[-1].endswith("KiB on each of 4 devices, of which 90% may be needed: dp=4")
     assert "fsdp" not in said
     found, said = fitting(survey, Devices(4, 1 + int(most["pp"] / 0.9)), with_job=False)
     assert (found and found.name) == "pp=4"
@@ -67,7 +67,7 @@ def test_the_arithmetic_is_shown_as_far_as_it_was_needed() -> None:
     found, said = fitting(survey, Devices(1, 100, shared=True), with_job=True)
     assert found is None
     assert "a worker alone" in said
-    assert said.endswith("0.0 MiB for all ranks together, of which 90% may be needed: nothing fits")
+    assert said.endswith("0.1 KiB for all ranks together, of which 90% may be needed: nothing fits")
     assert fitting(survey, Devices(4, 1 << 40), with_job=True, islands=False)[0] == (ALONE, 1, survey.needs(ALONE, 1))
 
 
