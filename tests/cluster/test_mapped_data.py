@@ -59,8 +59,8 @@ class Noted(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         taken = super().__torch_function__(func, types, args, kwargs)
-        if func is Tensor.__getitem__:
-            rows = args[1]
+        if func in (Tensor.__getitem__, Tensor.index_select):
+            rows = args[-1]
             args[0].read.extend(rows.tolist() if isinstance(rows, Tensor) else range(ROWS)[rows])
         return taken.as_subclass(Tensor) if isinstance(taken, Tensor) else taken
 

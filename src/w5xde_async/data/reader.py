@@ -7,10 +7,10 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,10 +23,11 @@ from w5xde_async.data.config import ReadersConfig
 from w5xde_async.data.stream import AT_FAULT, StreamReader
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job, load_job, made_by
-from w5xde_async.net.hanging import in_daemon_thread
 from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.runtime import thread_pool
 from w5xde_async.users_code import users_code
+
+_T = TypeVar("_T")
 
 _STEADY_SAMPLES = 64
 
@@ -74,6 +75,7 @@ class LeafReader:
         self._threads = make_pool(2 * self.num_readers if remote else self.num_readers, "w5xde-load")
         self._start = partial(_process_pool, job, reference, local, processes) if remote else None
         self._starting = threading.Lock()
+        self._jobs: set[Future[Any]] = set()  # reads under way, and those that wait for a thread
         self._processes: ProcessPoolExecutor | None = None
 
     def read(self, indices: NDArray[np.int64], seed: int) -> asyncio.Future[Read]:
@@ -81,7 +83,7 @@ class LeafReader:
         its attribute ``AT_FAULT``."""
         loop = asyncio.get_running_loop()
         if self._start is None:
-            return loop.run_in_executor(self._threads, self._read_here, indices, seed)
+            return self.submit(self._read_here, indices, seed)
         read: asyncio.Future[Read] = loop.create_future()
 
         def hand_on(there: asyncio.Future[Read | BaseException]) -> None:
@@ -92,7 +94,7 @@ class LeafReader:
             else:
                 read.set_result(outcome)
 
-        loop.run_in_executor(self._threads, self._read_there, indices, seed).add_done_callback(hand_on)
+        self.submit(self._read_there, indices, seed).add_done_callback(hand_on)
         return read
 
     def gather(self, indices: NDArray[np.int64]) -> Read:
@@ -103,12 +105,20 @@ class LeafReader:
 
     async def aclose(self) -> None:
         """Wait for reads under way. Cancelled, it leaves them to themselves."""
-        await in_daemon_thread(("reads", id(self)), self._end)
-
-    def _end(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        loop = asyncio.get_running_loop()
+        under_way = [asyncio.wrap_future(job) for job in tuple(self._jobs)]
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.gather(*under_way, return_exceptions=True)
+        await loop.run_in_executor(None, self._threads.shutdown)
         if self._processes is not None:
-            self._processes.shutdown()
+            await loop.run_in_executor(None, self._processes.shutdown)
+
+    def submit(self, call: Callable[..., _T], *args: Any) -> asyncio.Future[_T]:
+        """Have one of the threads call something that reads, too."""
+        job = self._threads.submit(call, *args)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return asyncio.wrap_future(job)
 
     def _read_there(self, indices: NDArray[np.int64], seed: int) -> Read | BaseException:
         assert self._start is not None

@@ -19,7 +19,6 @@ from w5xde_async.compute.program.sandbox import Computing, unsupported
 from w5xde_async.data.config import ReadersConfig
 from w5xde_async.errors import LinkLost, ProgramRefused, RefusalCode, Refused, RemoteError, UsageError
 from w5xde_async.job import Job
-from w5xde_async.net.hanging import in_daemon_thread
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.plan.numerics import EXACT, fits, refusal
@@ -193,7 +192,7 @@ class Worker:
             await loop.run_in_executor(self._compute, self._begin_thread)  # first: the sandbox's process gets them too
             await self._engines.start()
             if self.config.local_data:
-                self._own = await in_daemon_thread(("own data", id(self)), self._open_own_data)
+                self._own = await loop.run_in_executor(None, self._open_own_data)
             while departure is None:
                 departure = await self._one_connection(given)
                 if departure is None and current and current.cancelling() > cancelled_before:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -22,7 +21,6 @@ from w5xde_async.data.reader import LeafReader, Read, with_local_data
 from w5xde_async.data.shards import fingerprints
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.job import Job
-from w5xde_async.net.hanging import in_daemon_thread
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Lease
@@ -57,7 +55,7 @@ class OwnData:
     async def shards(self) -> tuple[int, ...]:
         """The fingerprint of each shard, 0 for one that cannot be read."""
         if self._shards is None:
-            found = await in_daemon_thread(("shards", id(self)), partial(fingerprints, self._job))
+            found = await self._reader.submit(fingerprints, self._job)
             self._shards = found.shards
         return self._shards
 
