@@ -1,4 +1,4 @@
-"""A worker that is cancelled ends, whatever else happens in that moment."""
+"""A worker that is cancelled ends, whatever else happens in that moment, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from w5xde_async.hub.members.session import Session
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Params
 from w5xde_async.worker.connection.leases import Leases
+from w5xde_async.worker.engine_source import EngineSource
 from w5xde_async.worker.service import Worker
 
 
@@ -37,3 +38,25 @@ async def test_cancelled_while_the_coordinator_breaks_the_protocol(monkeypatch: 
         running = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_adamw(), config=QUICK_WORKER).run())
         (ended,), _ = await asyncio.wait([running], timeout=10.0)
     assert ended.cancelled()
+
+
+async def test_cancelled_while_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread ends all the same, and so does what its engine has."""
+    closed, close = list[bool](), EngineSource.close
+
+    async def cancelled(self: EngineSource) -> None:
+        running.cancel()
+        await asyncio.sleep(0)
+        await close(self)
+        closed.append(True)
+
+    monkeypatch.setattr(EngineSource, "close", cancelled)
+    async with Coordinator(jobs.mlp_adamw(), config=settings()) as coordinator:
+        worker = Worker(coordinator.address, job=jobs.mlp_adamw(), config=QUICK_WORKER)
+        running = asyncio.create_task(worker.run())
+        await coordinator.wait()
+        await asyncio.wait([running], timeout=10.0)
+    assert running.cancelled()
+    assert closed == [True]
+    with pytest.raises(RuntimeError, match="shutdown"):
+        worker._compute.submit(print)
