@@ -9,14 +9,15 @@ import pytest
 from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, settings
 
+from w5xde_async.compute.engine import Engine
 from w5xde_async.coordinator.parameters.publisher import LivePublisher
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.hub.members.session import Session
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Params
 from w5xde_async.worker.connection.leases import Leases
-from w5xde_async.worker.engine_source import EngineSource
 from w5xde_async.worker.service import Worker
+from w5xde_async.worker.uplink.uplink import Uplink
 
 
 async def test_cancelled_while_the_coordinator_breaks_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,23 +41,33 @@ async def test_cancelled_while_the_coordinator_breaks_the_protocol(monkeypatch: 
     assert ended.cancelled()
 
 
-async def test_cancelled_while_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread ends all the same, and so does what its engine has."""
-    closed, close = list[bool](), EngineSource.close
+@pytest.mark.parametrize("moment", ["uplink", "engine"])
+async def test_cancelled_while_it_ends(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """Its model is freed and its thread ends all the same."""
+    closed, close, of_uplink = list[bool](), Engine.close, Uplink.close
 
-    async def cancelled(self: EngineSource) -> None:
-        running.cancel()
-        await asyncio.sleep(0)
-        await close(self)
+    def closes(self: Engine) -> None:
         closed.append(True)
+        if moment == "engine":
+            loop.call_soon_threadsafe(running.cancel)
+        close(self)
 
-    monkeypatch.setattr(EngineSource, "close", cancelled)
+    async def cancelled(self: Uplink, **options: bool) -> None:
+        if moment == "uplink":
+            running.cancel()
+            await asyncio.sleep(0)
+        await of_uplink(self, **options)
+
+    monkeypatch.setattr(Engine, "close", closes)
+    monkeypatch.setattr(Uplink, "close", cancelled)
+    loop = asyncio.get_running_loop()
     async with Coordinator(jobs.mlp_adamw(), config=settings()) as coordinator:
         worker = Worker(coordinator.address, job=jobs.mlp_adamw(), config=QUICK_WORKER)
         running = asyncio.create_task(worker.run())
         await coordinator.wait()
         await asyncio.wait([running], timeout=10.0)
-    assert running.cancelled()
+        with pytest.raises(RuntimeError, match="shutdown"):
+            worker._compute.submit(print)
+        await loop.run_in_executor(None, worker._compute.shutdown)  # waits for its thread
     assert closed == [True]
-    with pytest.raises(RuntimeError, match="shutdown"):
-        worker._compute.submit(print)
+    assert running.cancelled() or moment == "engine"

@@ -64,15 +64,18 @@ class EngineSource:
         if self.sandboxed:
             await asyncio.get_running_loop().run_in_executor(self._pool, self._start_sandbox)
 
-    async def close(self) -> None:
-        """Free the model and its process."""
-        loop = asyncio.get_running_loop()
+    def end(self) -> list[asyncio.Future[None]]:
+        """Free the model and its process, on the pool's thread, whether the futures are awaited or not."""
+        ends: list[Callable[[], None]] = []
         if self._engine is not None:
-            await loop.run_in_executor(self._pool, self._engine.close)
+            ends.append(self._engine.close)
         if self._island is not None:
-            await loop.run_in_executor(self._pool, self._island.close)
+            ends.append(self._island.close)
         if self._sandbox is not None:
-            await loop.run_in_executor(self._pool, self._sandbox.end)
+            ends.append(self._sandbox.end)
+        self._engine, self._island, self._sandbox = None, None, None
+        loop = asyncio.get_running_loop()
+        return [loop.run_in_executor(self._pool, end) for end in ends]
 
     async def engine_for(self, welcome: Welcome, theirs: Layout, receive: Receive, outbox: Outbox) -> Computing:
         """Build the model (or keep it) and compare it with the coordinator's, whose layout is ``theirs``.

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -209,17 +207,23 @@ class Worker:
         finally:
             if lifetime is not None:
                 lifetime.cancel()
-            await _to_its_end(self._end(departure))
-
-    async def _end(self, departure: Departure | None) -> None:
-        await self._uplink.close(finished=departure is Departure.FINISHED, kept=departure is not None)
-        if self.abandoned:
-            self._compute.shutdown(wait=False)
-        else:
-            await self._engines.close()
-            await asyncio.get_running_loop().run_in_executor(None, self._compute.shutdown)
-        if self._own is not None and not await self._own.aclose():
-            self.abandoned = True
+            try:
+                await self._uplink.close(finished=departure is Departure.FINISHED, kept=departure is not None)
+                if self.abandoned:
+                    self._compute.shutdown(wait=False)
+                else:
+                    if endings := self._engines.end():
+                        await asyncio.wait(endings)  # which a cancellation leaves alone
+                        for ending in endings:
+                            ending.result()
+                    await loop.run_in_executor(None, self._compute.shutdown)
+                if self._own is not None and not await self._own.aclose():
+                    self.abandoned = True
+            except asyncio.CancelledError:  # a second one, or one while it ends: nothing is waited for any more
+                if not self.abandoned:
+                    self._engines.end()
+                self._compute.shutdown(wait=False)
+                raise
 
     @property
     def was_asked_to_leave(self) -> bool:
@@ -453,19 +457,6 @@ class Worker:
             use_deterministic_kernels()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-
-
-async def _to_its_end(ending: Coroutine[Any, Any, None]) -> None:
-    """Await ``ending``, all of it, also where we are cancelled meanwhile."""
-    task, interrupted = asyncio.create_task(ending), None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            interrupted = error
-    if interrupted is not None:
-        raise interrupted
-    task.result()
 
 
 def _last_word(refused: Refused) -> Departure:
