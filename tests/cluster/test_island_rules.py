@@ -108,7 +108,12 @@ async def test_every_step_counts_once(update: dict[str, Any]) -> None:
     steps = [event for event in events if isinstance(event, StepCommitted)]
     assert result.outcome == "finished"
     assert steps[-1].step == jobs.mlp_sgd().max_steps
-    assert steps[-1].loss < steps[0].loss
+    job = jobs.mlp_sgd()
+    assert job.max_steps is not None
+    epochs, rest = divmod(job.max_steps, -(-len(job.dataset) // job.batch_size))
+    assert sum(step.samples for step in steps) == epochs * len(job.dataset) + rest * job.batch_size
+    first, *later = steps
+    assert sum(step.loss * step.samples for step in later) < first.loss * sum(step.samples for step in later)
     assert departures == [Departure.FINISHED] * 6
 
 
