@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from torch import nn
 
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.hub.members import program_server
 from w5xde_async.hub.members.program_server import ProgramServer
 from w5xde_async.params.layout import Layout
 from w5xde_async.telemetry.events import Bus
@@ -37,3 +39,25 @@ async def test_a_session_waits_once_and_only_while_it_lasts() -> None:
     programs.set(None, "")
     assert len(stays.told) == 1
     assert not programs._waiting
+
+
+@pytest.mark.parametrize("idle", [True, False])
+async def test_it_is_traced_for_who_asks_or_while_nobody_computes(monkeypatch: pytest.MonkeyPatch, idle: bool) -> None:
+    """A child that traces would take a core from workers on this machine, which have the job's code."""
+    started: list[str] = []
+
+    async def fails(*command: str, **options: object) -> None:
+        started.append(command[-3])
+        raise OSError(11, "no room")
+
+    monkeypatch.setattr(program_server, "_AFTER_S", 0.0)
+    monkeypatch.setattr(program_server, "start_process", fails)
+    programs = ProgramServer(Layout.of(nn.Linear(2, 2)), CoordinatorConfig(code_free=True), Bus())
+    running = asyncio.create_task(programs.run("train.py:job", 4, None, idle=lambda: idle))
+    await asyncio.wait([running], timeout=0.05)
+    assert started == (["train.py:job"] if idle else [])
+    asks: Any = Asking()
+    programs.ask(asks, ProgramRequest(1, b""))
+    await asyncio.wait([running], timeout=5.0)
+    assert started == ["train.py:job"]
+    assert len(asks.told) == 1

@@ -114,8 +114,9 @@ class Run:
         while True:
             training, spec = self.training, self._spec
             finding = training.roster.programs.run(
-                self._environment.reference, spec.job.microbatch_samples, spec.program, spec.untraceable
-            )
+                self._environment.reference, spec.job.microbatch_samples, spec.program, spec.untraceable,
+                idle=lambda: not self.training.roster.membership.members,
+            )  # fmt: skip
             tracing = tasks.create_task(finding, name="trace")
             try:
                 await training.run()

@@ -1,8 +1,9 @@
 """The program of a run: who asks for it gets it, or the reason why there is none.
 
 A job that other processes can load is traced by a child: tracing changes the state of torch in its whole process,
-takes seconds, and must not hold up the run. It begins when a worker asks, or when the run has had a moment to get
-going. A job that only this process knows was traced before the run began (``coordinator.run.startup``).
+takes seconds, and must not hold up the run, nor take a core from those that compute on this machine. It begins when a
+worker asks, or when there has been nobody to take work for a while. A job that only this process knows was traced
+before the run began (``coordinator.run.startup``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from w5xde_async.compute.program.carriage import Unloading, buffers_of, digest_of
@@ -28,7 +29,7 @@ from w5xde_async.wire.messages import Message, Program, ProgramRequest, Refusal
 
 logger = logging.getLogger(__name__)
 
-_AFTER_S = 2.0  # before a child is started that nobody has asked for
+_AFTER_S = 15.0  # before a child is started that nobody has asked for: local workers have come by then
 _HINT = "start the worker with the coordinator's --job"
 
 
@@ -84,15 +85,24 @@ class ProgramServer:
         else:
             session.post(Program(self._digest), () if request.digest == self._digest else self._buffers)
 
-    async def run(self, reference: str, microbatch: int, program: Document | None, untraceable: str = "") -> None:
+    async def run(
+        self, reference: str, microbatch: int, program: Document | None, untraceable: str = "", *,
+        idle: Callable[[], bool],
+    ) -> None:  # fmt: skip
         """Find out what the program is.
 
         ``reference``: where other processes find the job, whose microbatches have ``microbatch`` samples; empty:
         nowhere, then ``program`` is what this process has traced, or ``untraceable`` says why it could not.
+        ``idle``: whether nobody takes work.
         """
         if self._known:
             return
         if self._config.code_free and reference:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_AFTER_S):
+                    await self._asked.wait()
+            if not idle():
+                await self._asked.wait()
             await self._trace(reference, microbatch)
         elif program is None:
             self.set(None, untraceable)
@@ -101,9 +111,6 @@ class ProgramServer:
             self.set(program, taking=await loop.run_in_executor(None, self._taking, program, microbatch))
 
     async def _trace(self, reference: str, microbatch: int) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_AFTER_S):
-                await self._asked.wait()
         try:
             # One that gives way: whoever trains on this machine comes first.
             child = await start_process(
