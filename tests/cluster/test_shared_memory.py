@@ -287,8 +287,9 @@ async def test_links_that_break_cost_no_bit(monkeypatch: pytest.MonkeyPatch, lin
     assert result.digest == named_digest(reference.train(made)[0])
 
 
-async def test_every_vector_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of leases that were applied, that failed and that were computed for nothing."""
+@pytest.mark.parametrize("audit_fraction", [0.0, 1.0])
+async def test_every_vector_comes_back(monkeypatch: pytest.MonkeyPatch, audit_fraction: float) -> None:
+    """Of leases that were applied, that failed, that were computed for nothing and that were computed to compare."""
     made, engines, shares = job(max_steps=20), set(), []
     share, tried = Engine.share, [0]
     loss = made.loss
@@ -317,7 +318,7 @@ async def test_every_vector_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(Leases, "aclose", closing)
-    result, links = await trained(replace(made, loss=fails), workers=2)
+    result, links = await trained(replace(made, loss=fails), workers=2, audit_fraction=audit_fraction)
     assert links == ["shm", "shm"]
     assert tried[0] > 60
     assert result.digest == named_digest(reference.train(made)[0])

@@ -103,7 +103,7 @@ async def test_a_held_block_goes_to_another_worker_and_counts_once_when_both_agr
         assert await freed(run)
         await work(a, b, until=lambda: run.training.version >= 2)
         assert verdicts(a)[mine.lease] is VerdictCode.APPLIED
-        assert again.lease not in verdicts(b)
+        assert verdicts(b)[again.lease] is VerdictCode.DUPLICATE
         assert run.training.results.leaves_audited == len(mine.samples)
         assert run.applied() == {float(run.training.version)}
 

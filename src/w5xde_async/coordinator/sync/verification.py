@@ -50,7 +50,7 @@ from w5xde_async.plan.verification import (
 )
 from w5xde_async.telemetry.events import Audited, ResultHeld
 from w5xde_async.updates.norm_gate import BlockGate
-from w5xde_async.wire.messages import Done
+from w5xde_async.wire.messages import Done, VerdictCode
 
 #: Blocks of at most this much are weighed and compared on the loop: that takes about as long as the way to a thread.
 INLINE_WEIGH_BYTES = 4 << 20
@@ -406,7 +406,7 @@ class Verification:
             if worker == block.grant.worker or worker in block.workers.values():
                 rulings.append(self._rule(block, Discard("it was quarantined")))
             elif block.held is not None and block.held.second == worker:
-                rulings.append(Ruling(block, (), self._end_audit(block.held)))
+                rulings.append(Ruling(block, (), self._end_audit(block)))
                 block.other = None
         return rulings
 
@@ -576,20 +576,24 @@ class Verification:
         for known in (self._held, self._unweighed, self._waiting, self._given_up):
             if block in known:
                 known.remove(block)
-        void = None if block.held is None else self._end_audit(block.held)
+        void = self._end_audit(block)
         if any(isinstance(one, Count) for one in decisions) and all(map(math.isfinite, block.norms.values())):
             for role, norm in self._mean_norms(block.norms, block.samples).items():
                 self._gates[role].learn(norm, block.samples)
         return Ruling(block, decisions, void)
 
-    def _end_audit(self, held: HeldBlock) -> BlockGrant | None:
+    def _end_audit(self, block: FinishedBlock) -> BlockGrant | None:
         """Whatever comes of the second computation is not wanted any more. Its lease, where that was open."""
-        if held.lease is None:
+        held = block.held
+        if held is None or held.lease is None:
             return None
         grant = self._ledger.get(held.lease)
         if grant is not None:
             self._ledger.give_back(held.lease)
         self._store.release(AuditKey(held.lease))
+        if block.other is not None:  # else its worker hears it when it answers for the lease
+            told = "it was computed to compare"
+            self._context.phase.verdicts.answered(held.lease, held.second, VerdictCode.DUPLICATE, told)
         held.lease, held.second = None, ""
         return grant
 
