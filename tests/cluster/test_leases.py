@@ -4,7 +4,7 @@ what the test says, frame by frame, on a clock that only the test moves."""
 from __future__ import annotations
 
 import pytest
-from tests.support.scripted import LEAVES, Run, Scripted, ready, scripted, settle
+from tests.support.scripted import LEAVES, WAYS, Run, Scripted, ready, scripted, settle
 
 from w5xde_async.errors import LinkLost
 from w5xde_async.plan.pacing import PacingConfig
@@ -13,6 +13,11 @@ from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Bye, Done, Drain, Failed, Lease, Params, Verdict, VerdictCode
 
 BUCKETS = 4
+
+
+@pytest.fixture(autouse=True, params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "shares", request.param == "memory")
 
 
 async def first_step(run: Run, *workers: Scripted) -> None:
@@ -107,7 +112,7 @@ async def test_the_first_complete_copy_of_a_bucket_counts():
     over that line, which is not cut."""
     async with scripted() as run:
         stuck, idle, lease = await stuck_and_idle(run)
-        chunks = stuck.result(lease, 0)
+        chunks = stuck.result(lease, 0, as_bytes=True)
         await stuck.link.send([chunks[0], memoryview(chunks[1])[:1000]])
         await settle()
         assert stuck.session.receiving == lease.lease
@@ -136,11 +141,11 @@ async def test_of_two_copies_on_their_way_the_second_is_dropped():
     """The first worker's bucket is whole while the backup's is still on its way."""
     async with scripted() as run:
         stuck, idle, lease = await stuck_and_idle(run)
-        theirs = stuck.result(lease, 0)
+        theirs = stuck.result(lease, 0, as_bytes=True)
         await stuck.link.send([theirs[0], memoryview(theirs[1])[:1000]])
         await run.pass_time(2.0)
         (backup,) = held(idle, 1)
-        ours = idle.result(backup, 0)
+        ours = idle.result(backup, 0, as_bytes=True)
         await idle.link.send([ours[0], memoryview(ours[1])[:1000]])
         await settle()
         await stuck.link.send([memoryview(theirs[1])[1000:]])
@@ -156,7 +161,7 @@ async def test_nothing_is_absent_that_another_is_sending():
     """The first stops in the middle of a bucket, the backup says that this bucket is nothing: that finishes nothing."""
     async with scripted() as run:
         stuck, idle, lease = await stuck_and_idle(run)
-        chunks = stuck.result(lease, 0)
+        chunks = stuck.result(lease, 0, as_bytes=True)
         await stuck.link.send([chunks[0], memoryview(chunks[1])[:1000]])
         await settle()
         await run.pass_time(2.0)
@@ -212,7 +217,7 @@ async def test_the_only_worker_may_take_its_time():
 async def test_a_result_in_the_middle_at_its_deadline_is_dropped_and_its_link_stays():
     async with scripted(pacing=PacingConfig(leases_ahead=1, backup_factor=1e6), silence_s=60.0) as run:
         stuck, idle, lease = await stuck_and_idle(run)
-        chunks = stuck.result(lease, 1)
+        chunks = stuck.result(lease, 1, as_bytes=True)
         await stuck.link.send([chunks[0], memoryview(chunks[1])[:1000]])
         await settle()
         await run.pass_time(6.0)
@@ -261,8 +266,9 @@ async def test_leases_of_another_term_have_other_numbers():
         assert [v.code for v in worker.all(Verdict)] == [VerdictCode.STALE]
 
 
-async def test_a_worker_that_takes_nothing_gets_no_more_and_is_dropped():
+async def test_a_worker_that_takes_nothing_gets_no_more_and_is_dropped(monkeypatch: pytest.MonkeyPatch):
     """It joins and reads no byte from then on, but goes on sending heartbeats."""
+    monkeypatch.setattr(Run, "shares", False)  # what lies in shared memory need not be taken
     async with scripted(credit_bytes=0) as run:
         deaf = await run.worker("deaf", ready=False, limit_bytes=4096)
         deaf.link.freeze()

@@ -22,16 +22,16 @@ from w5xde_async.compute.program import sandbox
 from w5xde_async.coordinator.parameters.publisher import LivePublisher
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import UsageError
-from w5xde_async.hub.members import roster, session
+from w5xde_async.hub.members import roster
 from w5xde_async.hub.members.session import Session
-from w5xde_async.hub.members.sharing import copy_into
 from w5xde_async.job import Job
 from w5xde_async.params.flat import ResultVector, named_digest
+from w5xde_async.params.reducer import VectorPool
 from w5xde_async.segments import Opened, Unshared, unsupported
 from w5xde_async.telemetry.events import Bus, Event, WorkerJoined
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.frame import encode
-from w5xde_async.wire.messages import Params, Result
+from w5xde_async.wire.messages import Params
 from w5xde_async.worker import sharing
 from w5xde_async.worker.connection.leases import Leases
 from w5xde_async.worker.service import Departure, Worker
@@ -42,6 +42,19 @@ pytestmark = pytest.mark.skipif(unsupported() != "", reason=unsupported())
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def what_may_be_written_again_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vector that a worker may use again holds no result from then on: nobody may be reading one there."""
+    give = VectorPool.give
+
+    def giving(pool: VectorPool, vector: ResultVector) -> None:
+        if 0 <= vector.slot < len(pool._lent) and pool._lent[vector.slot] is vector:  # else it is of an ended link
+            vector.memory.fill_(0xFF)  # not a number
+        give(pool, vector)
+
+    monkeypatch.setattr(VectorPool, "give", giving)
 
 
 @pytest.fixture(autouse=True)
@@ -122,29 +135,6 @@ async def test_the_bits_are_those_of_one_process_and_nothing_travels(norm_gate: 
     assert [sum(share.encoded_bytes for share in one.shares) > 0 for one in (result, over_tcp)]
 
 
-async def test_long_copies_let_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results lie there all at once: a loop that copied all of them before it looked up would stand still meanwhile."""
-    passes, copied_at = 0, list[int]()
-
-    def tick() -> None:
-        nonlocal passes
-        passes += 1
-        loop.call_soon(tick)
-
-    def copy(view: memoryview, source: torch.Tensor) -> None:
-        copied_at.append(passes)
-        copy_into(view, source)
-
-    loop = asyncio.get_running_loop()
-    monkeypatch.setattr(session, "copy_into", copy)
-    monkeypatch.setattr(session, "_LONG_COPY_BYTES", 1)
-    loop.call_soon(tick)
-    _, links = await trained(job(max_steps=4), workers=1)
-    assert links == ["shm"]
-    assert len(copied_at) > 8
-    assert len(set(copied_at)) == len(copied_at)
-
-
 @pytest.mark.parametrize("make", [jobs.odd, jobs.cnn_sgd, jobs.gpt_sgd, jobs.accumulated, jobs.fp16, jobs.words])
 async def test_every_kind_of_model(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Job]) -> None:
     """Frozen, unused and tied parameters, other dtypes, integer buffers, a loss scale; however small the model is."""
@@ -194,28 +184,6 @@ async def test_a_step_that_writes_into_its_model_does_no_harm_and_starts_anew_at
     assert digests["shm"] == digests["tcp"] != named_digest(reference.train(job(microbatch_size=32))[0])
 
 
-async def test_a_result_that_is_changed_after_it_was_told_of_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker writes into its vector as soon as RESULT is taken: what was weighed is what is added."""
-    take, slots, vectors = Session._take_shared, sharing.slots_in, list[ResultVector]()
-
-    def slots_of(*given: Any) -> list[ResultVector]:
-        vectors[:] = slots(*given)
-        return vectors[:]
-
-    def taking(session: Session, result: Result) -> int:
-        nbytes = take(session, result)
-        vectors[result.slot - 1].buckets[result.bucket].fill_(float("nan"))
-        return nbytes
-
-    monkeypatch.setattr(sharing, "slots_in", slots_of)
-    monkeypatch.setattr(Session, "_take_shared", taking)
-    made = job(model=lambda: nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)))
-    result, links = await trained(made, workers=1)
-    vectors.clear()
-    assert links == ["shm"]
-    assert result.digest == named_digest(reference.train(made)[0])
-
-
 @pytest.mark.parametrize("link", ["auto", "shm"])
 @pytest.mark.parametrize("side", ["coordinator", "worker"])
 async def test_where_it_cannot_be_the_link_carries_the_bytes_and_shm_is_an_error(
@@ -255,8 +223,9 @@ async def test_shm_where_nothing_is_offered_says_why(config: dict[str, Any], cha
             await Worker(coordinator.address, job=job(**changes), config=replace(QUICK_WORKER, link="shm")).run()
 
 
+@pytest.mark.parametrize("norm_gate", [0.0, 6.0])
 @pytest.mark.parametrize("link", ["shm", "tcp"])
-async def test_links_that_break_cost_no_bit(monkeypatch: pytest.MonkeyPatch, link: str) -> None:
+async def test_links_that_break_cost_no_bit(monkeypatch: pytest.MonkeyPatch, link: str, norm_gate: float) -> None:
     """The next link has memory of its own: what is still read of the last one is never written again. The second link
     of each worker is of the other kind."""
     made, commits, kinds = job(max_steps=30), Commits(), ["shm", "tcp"]
@@ -272,7 +241,8 @@ async def test_links_that_break_cost_no_bit(monkeypatch: pytest.MonkeyPatch, lin
             super().__init__(*given)
 
     monkeypatch.setattr(sharing, "Opened", Counting)
-    async with Coordinator(made, config=settings(min_workers=2), bus=commits.bus) as coordinator:
+    config = settings(min_workers=2, norm_gate=norm_gate)
+    async with Coordinator(made, config=config, bus=commits.bus) as coordinator:
         running = [
             asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run()) for _ in range(2)
         ]

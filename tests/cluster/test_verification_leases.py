@@ -12,14 +12,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import torch
-from tests.support.scripted import Run, Scripted, scripted, settle
+from tests.support.scripted import WAYS, Run, Scripted, scripted, settle
 
 from w5xde_async.coordinator.sync import verification
+from w5xde_async.coordinator.sync.recomputation import ReferenceResult
+from w5xde_async.params.flat import ResultVector
 from w5xde_async.plan.membership import Standing
+from w5xde_async.plan.tree import Block
 from w5xde_async.telemetry.events import Audited, Warned, WorkerQuarantined
-from w5xde_async.wire.frame import BufferSpec, encode
-from w5xde_async.wire.messages import Failed, Lease, Result, Verdict, VerdictCode
+from w5xde_async.wire.frame import encode
+from w5xde_async.wire.messages import Failed, Lease, Verdict, VerdictCode
 
 
 @pytest.fixture(autouse=True, params=["on the loop", "in the thread"])
@@ -30,6 +32,11 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(verification, "INLINE_WEIGH_BYTES", 0)
 
 
+@pytest.fixture(autouse=True, params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "shares", request.param == "memory")
+
+
 @asynccontextmanager
 async def judged(**config: Any) -> AsyncIterator[Run]:
     async with scripted(norm_gate=6.0, **config) as run:
@@ -38,11 +45,7 @@ async def judged(**config: Any) -> AsyncIterator[Run]:
 
 async def send(worker: Scripted, lease: Lease, bucket: int, value: float) -> None:
     """One bucket, all of it ``value`` for each sample."""
-    numel = worker.run.prepared.spec.layout.result_buckets[bucket].numel
-    data = torch.full((numel,), value * sum(lease.samples)).numpy().tobytes()
-    await worker.link.send(
-        encode(Result(lease.lease, bucket), [(BufferSpec("", "float32", (numel,), "raw", len(data)), data)])
-    )
+    await worker.link.send(worker.result(lease, bucket, value))
     await settle()
 
 
@@ -192,6 +195,32 @@ async def test_what_a_worker_had_sent_of_a_lease_that_failed_does_not_count():
         assert not any(isinstance(event, WorkerQuarantined) for event in run.events)
 
 
+async def test_what_the_coordinator_computes_itself_counts_in_place_of_what_had_come():
+    class Own:
+        raised = refused = ""
+
+        async def recompute(self, plan: Any, block: Block, splits: int = 0) -> ReferenceResult:
+            vector = ResultVector(run.prepared.spec.layout)
+            for piece in vector.buckets:
+                piece.fill_(float(plan.samples_in(*block)))
+            losses = tuple(1.0 for _ in range(block.num_leaves))
+            return ReferenceResult(vector, frozenset(range(len(vector.buckets))), losses, ())
+
+    async with judged(min_workers=2, recomputation=Own(), max_leaf_failures=1) as run:
+        a, b = await run.worker("a"), await run.worker("b")
+        mine = await a.lease()
+        await send(a, mine, 0, 7.0)
+        await a.link.aclose()
+        await settle()
+        await b.compute(await b.lease())
+        _, again = await audit_of(mine, b)
+        assert again.there == (0,)
+        await b.link.send(encode(Failed(again.lease, again.start, "no", "no")))
+        await settle()
+        await work(b, until=lambda: run.training.version >= 1)
+        assert run.applied() == {1.0}
+
+
 async def test_nobody_is_left_to_compare_and_the_block_counts():
     async with judged(min_workers=2) as run:
         a, b = await run.worker("a"), await run.worker("b")
@@ -217,11 +246,16 @@ async def test_what_a_dying_worker_had_sent_counts_with_what_another_adds():
         assert all(event.agreed for event in audits(run))
 
 
-async def test_two_that_differ_without_a_recomputation_are_nobodys_fault_and_the_block_is_done_again():
+@pytest.mark.parametrize("again_as_bytes", [False, True])
+async def test_two_that_differ_without_a_recomputation_are_nobodys_fault_and_the_block_is_done_again(
+    again_as_bytes: bool,
+):
     async with judged(min_workers=3) as run:
         a, b, c = await run.worker("a"), await run.worker("b"), await run.worker("c")
         mine = await a.lease()
         await odd(a, mine)
+        for worker in (a, b, c):
+            worker.sends_bytes = again_as_bytes
         await work(a, b, c, until=lambda: run.training.version >= 2)
         assert verdicts(a)[mine.lease] is VerdictCode.REJECTED
         assert run.applied() == {float(run.training.version)}

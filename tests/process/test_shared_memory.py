@@ -25,7 +25,7 @@ pytestmark = [
 JOB = "tests/support/jobs.py:wide"
 OF_WORKERS = ("shared.offer.after", "shared.result.before", "shared.result.after")
 #: Also in the middle of a step's own, where the parameters that workers see have changed.
-OF_COORDINATORS = ("shared.open.after", "shared.copy.before", "shared.copy.after", "apply.after")
+OF_COORDINATORS = ("shared.open.after", "shared.lay.before", "shared.lay.after", "apply.after")
 STEPS_EACH = 4
 
 

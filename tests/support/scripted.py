@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from msgspec import structs
 from tests.support.memory_links import memory_pair
@@ -24,19 +26,39 @@ from w5xde_async.data.loader import Loader
 from w5xde_async.errors import LinkLost
 from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.hub.members.session import Session
+from w5xde_async.hub.members.sharing import SharedResults, witness
 from w5xde_async.job import Job
+from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.shard import Run as Run_
 from w5xde_async.params.shard import Shard
+from w5xde_async.params.slots import SHARED_SLOTS, slot_bytes, slots_in
 from w5xde_async.plan.pacing import PacingConfig
+from w5xde_async.segments import Segment, unsupported
 from w5xde_async.telemetry.events import Bus, Event
 from w5xde_async.wire.frame import BufferSpec, encode
-from w5xde_async.wire.messages import Bye, Done, Heartbeat, Lease, Message, Params, Ready, Result, Revoke, Welcome
+from w5xde_async.wire.messages import (
+    Bye,
+    Done,
+    Heartbeat,
+    Lease,
+    Message,
+    Params,
+    Ready,
+    Result,
+    Revoke,
+    Verdict,
+    Welcome,
+)
 from w5xde_async.worker.connection.handshake import join
 
 _M = TypeVar("_M", bound=Message)
 
 LEAVES = 4
 PATIENCE_S = 50.0  # for what threads do: the machine may be busy
+_NONCE = b"a link's own nonce, of 32 bytes!"
+
+#: Ways by which results come, for a fixture that sets ``Run.shares`` where it is given "memory".
+WAYS = ("bytes", pytest.param("memory", marks=pytest.mark.skipif(unsupported() != "", reason=unsupported())))
 
 
 def job() -> Job:
@@ -79,6 +101,10 @@ class _Readable(Session):
 class Run:
     """The coordinator's side. ``now`` is its clock."""
 
+    #: Whether results lie in memory that the coordinator reads. A worker then writes there again as soon as it is told
+    #: what became of them: what is still read of it is wrong from then on.
+    shares = False
+
     def __init__(self, *, term: int = 1, recomputation: Any = None, **config: Any) -> None:
         self.now = 1000.0
         self.events: list[Event] = []
@@ -110,6 +136,18 @@ class Run:
         )  # fmt: skip
         self._tasks: list[asyncio.Task[Any]] = []
         self._incarnation = 0
+        self._sharing: list[Scripted] = []
+        if self.shares:
+            self.parameters = Segment("parameters", FlatState.nbytes(prepared.spec.layout), bytes(range(32)))
+            verdicts = self.training.verdicts
+            verdicts._post = partial(self._tell, verdicts._post)
+
+    def _tell(self, post: Callable[[str, Verdict], None], worker: str, verdict: Verdict) -> None:
+        for lease in verdict.leases:
+            for one in self._sharing:
+                if self.training.roster.sessions.get(worker) is one.session:  # of a link that ended it writes nothing
+                    one.write_again(lease)
+        post(worker, verdict)
 
     async def pass_time(self, seconds: float) -> None:
         """Move the clock, tick, let everything react."""
@@ -155,6 +193,9 @@ class Run:
         self.task(session.run())
         made = Scripted(self, far, session, worker_id)
         await join(far, key=worker_id, name=worker_id, token="", terms={}, rank=rank, ranks=ranks)
+        if self.shares and ranks == 1:
+            self._sharing.append(made)
+            await asyncio.to_thread(made.share)
         if ready:
             await made.ready()
         return made
@@ -182,6 +223,10 @@ class Run:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.training.aclose()
+        if self.shares:
+            for one in self._sharing:
+                one.unshare()
+            self.parameters.close()
 
 
 class Scripted:
@@ -192,6 +237,29 @@ class Scripted:
         self.seen: list[Message] = []
         self.shard: Shard | None = None  # of an island's rank
         self.says: dict[str, Any] = {}  # and what else it says of itself
+        self.shared: list[ResultVector] = []  # where its results lie
+        self.sends_bytes = False  # from now on, whatever memory it shares
+        self._segment: Segment | None = None
+        self._lent: dict[int, int] = {}  # lease -> which of them the coordinator may be reading
+
+    def share(self) -> None:
+        """Have memory for its results together with the coordinator, on this link."""
+        layout = self.run.prepared.spec.layout
+        made = Segment("results", SHARED_SLOTS * slot_bytes(layout), witness(self.run.parameters.secret, _NONCE))
+        self._segment, self.shared = made, slots_in(layout, made.payload, SHARED_SLOTS)
+        self.session.shared = SharedResults(self.run.parameters, made.told, _NONCE, layout)
+
+    def unshare(self) -> None:
+        """As when its process has ended: that memory is the coordinator's alone, if anybody's."""
+        if self._segment is not None:
+            self._segment.close()
+        self._segment, self.shared = None, []
+
+    def write_again(self, lease: int) -> None:
+        """It has been told what became of a lease."""
+        slot = self._lent.pop(lease, None)
+        if slot is not None and self.shared:
+            self.shared[slot].memory.fill_(0xFF)  # not a number
 
     async def ready(self) -> None:
         if self.shard is None:
@@ -224,9 +292,14 @@ class Scripted:
     async def version(self, version: int) -> None:
         await self.run.until(lambda: any(params.version >= version for params in self.all(Params)))
 
-    def result(self, lease: Lease, bucket: int) -> list[Any]:
-        """The frame of a bucket: ones, for each sample."""
+    def result(self, lease: Lease, bucket: int, value: float = 1.0, *, as_bytes: bool = False) -> list[Any]:
+        """The frame of a bucket: ``value`` everywhere, for each sample. ``as_bytes``: as ``sends_bytes``, this one."""
         layout = self.run.prepared.spec.layout
+        if self.shared and not (as_bytes or self.sends_bytes):
+            free = next(slot for slot in range(SHARED_SLOTS) if slot not in self._lent.values())
+            slot = self._lent.setdefault(lease.lease, free)
+            self.shared[slot].buckets[bucket].fill_(value * sum(lease.samples))
+            return encode(Result(lease.lease, bucket, slot + 1))
         numel = layout.result_buckets[bucket].numel
         if self.shard is not None:
             pieces = []
@@ -234,12 +307,12 @@ class Scripted:
                 piece = torch.full((run.end - run.begin,), float(sum(lease.samples))).numpy().tobytes()
                 pieces.append((BufferSpec("", "float32", (run.end - run.begin,), "raw", len(piece)), piece))
             return encode(Result(lease.lease, bucket), pieces)
-        data = torch.full((numel,), float(sum(lease.samples))).numpy().tobytes()
+        data = torch.full((numel,), value * sum(lease.samples)).numpy().tobytes()
         return encode(Result(lease.lease, bucket), [(BufferSpec("", "float32", (numel,), "raw", len(data)), data)])
 
-    async def send(self, lease: Lease, *buckets: int) -> None:
+    async def send(self, lease: Lease, *buckets: int, value: float = 1.0, as_bytes: bool = False) -> None:
         for bucket in buckets:
-            await self.link.send(self.result(lease, bucket))
+            await self.link.send(self.result(lease, bucket, value, as_bytes=as_bytes))
         await settle()
 
     async def done(self, lease: Lease, absent: tuple[int, ...] = ()) -> None:

@@ -91,6 +91,40 @@ def test_an_audit_has_slots_and_memory_of_its_own() -> None:
     assert (book.num_audits, book.num_vectors) == (0, 1)
 
 
+def test_what_lies_in_anothers_memory_fills_a_slot_and_is_read_there_until_it_is_not_trusted() -> None:
+    book, piece, own = store(), torch.full((LAYOUT.result_buckets[0].numel,), 3.0), -1.0
+    book.vector(BLOCK).memory.fill_(0)
+    book.vector(BLOCK).buckets[0].fill_(own)
+    for let_go in ("emptied", "discarded"):
+        assert book.lay(SlotKey(BLOCK, 0), piece, Supplier("a", 7)) == SlotKey(BLOCK, 0)
+        assert book.suppliers(BLOCK) == {0: Supplier("a", 7)}
+        assert book.reserve(SlotKey(BLOCK, 0), "b") is None, "it is there"
+        assert book.pieces(BLOCK)[0] is piece
+        assert book.norms(BLOCK, [0]) == {0: pytest.approx(3.0 * piece.numel() ** 0.5)}
+        if let_go == "emptied":
+            book.empty(BLOCK, [0])
+        else:
+            book.close(BLOCK)
+            book.discard(BLOCK)
+        assert book.pieces(BLOCK)[0][0] == own
+        assert 0 in book.missing(BLOCK)
+    view = book.reserve(SlotKey(BLOCK, 0), "b")
+    assert view is not None
+    view[:] = bytes(len(view))
+    book.fill("b", Supplier("b", 8))
+    assert not book.pieces(BLOCK)[0].any(), "what was received is what is read"
+    assert bool((piece == 3.0).all())
+
+
+def test_an_audit_lies_in_anothers_memory_until_it_is_released() -> None:
+    book, audit, piece = store(), AuditKey(2), torch.ones(LAYOUT.result_buckets[0].numel)
+    book.lay(SlotKey(audit, 0), piece, Supplier("b", 2))
+    assert book.pieces(audit)[0] is piece
+    assert (book.num_audits, book.suppliers(BLOCK)) == (1, {})
+    book.release(audit)
+    assert (book.num_audits, book.num_vectors) == (0, 0)
+
+
 @pytest.mark.parametrize("how", ["abandoned", "filled"])
 def test_the_memory_of_an_audit_that_is_over_stays_while_something_is_received_into_it(how: str) -> None:
     book, audit = store(), AuditKey(2)
@@ -162,7 +196,9 @@ def test_any_block_over_any_buckets_has_the_bits_of_the_whole_trees_part(num_lea
         assert book.missing(block) == list(buckets)
         for bucket in data.draw(st.permutations(buckets)):
             piece = sums[bucket]
-            if piece is not None:
+            if piece is not None and data.draw(st.booleans(), "in another's memory"):
+                assert book.lay(SlotKey(block, bucket), piece.clone(), Supplier("a", 1)) == SlotKey(block, bucket)
+            elif piece is not None:
                 view = book.reserve(SlotKey(block, bucket), "a")
                 assert view is not None
                 view[:] = piece.numpy().tobytes()

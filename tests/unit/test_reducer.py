@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,20 +58,30 @@ def bits(part: Part) -> list[bytes | None]:
     return [None if piece is None else piece.numpy().tobytes() for piece in part]
 
 
-def reduce(parts: list[Part], blocks: list[Block], order: Any = None) -> Part:
-    """As the coordinator does it: (block, bucket) after (block, bucket), merged as the frontiers say."""
+def reduce(
+    parts: list[Part], blocks: list[Block], order: Any = None, borrows: Callable[[], bool] = lambda: False
+) -> Part:
+    """As the coordinator does it: (block, bucket) after (block, bucket), merged as the frontiers say. ``borrows``:
+    whether the next piece lies in another's memory, which stays as it is."""
+    lent: list[tuple[Tensor, bytes]] = []
     pool = VectorPool(LAYOUT, make=_dirty)
     reducer = Reducer(LAYOUT, pool)
     frontiers = [Frontier(len(parts)) for _ in BUCKETS]
     slots = [(block, bucket.index) for block in blocks for bucket in BUCKETS]
     for block, bucket in order(slots) if order else slots:
         piece = tree_sum(parts[block.start : block.stop], add)[bucket]
-        if piece is not None:
-            reducer.vector(block.start).buckets[bucket].copy_(piece)
+        if piece is not None and borrows():
+            lent.append((piece.clone(), piece.numpy().tobytes()))
+            reducer.block(block.start).borrow(bucket, lent[-1][0])
+        elif piece is not None:
+            reducer.block(block.start).vector.buckets[bucket].copy_(piece)
         reducer.put(bucket, block.start, present=piece is not None)
         for left, right in frontiers[bucket].fill(block):
             reducer.merge(bucket, left, right)
     root, present = reducer.root()
+    memory = {piece.untyped_storage().data_ptr() for piece in root.buckets}
+    assert memory == {root.memory.untyped_storage().data_ptr()}, "the rule works in it, in place"
+    assert all(piece.numpy().tobytes() == before for piece, before in lent)
     result = [piece.clone() if there else None for piece, there in zip(root.buckets, present, strict=True)]
     assert pool.num_out == 1
     reducer.clear()
@@ -91,7 +104,9 @@ def test_the_root_has_the_bits_of_the_recursive_sum(num_leaves: int, absent: flo
     while start < num_leaves:
         blocks.append(aligned_block(start, num_leaves, num_leaves, data.draw(st.integers(1, 8))))
         start = blocks[-1].stop
-    found = reduce(parts, blocks, lambda slots: data.draw(st.permutations(slots)))
+    chance = random.Random(seed)
+    share = data.draw(st.sampled_from([0.0, 0.5, 1.0]), "share of pieces in another's memory")
+    found = reduce(parts, blocks, lambda slots: data.draw(st.permutations(slots)), lambda: chance.random() < share)
     assert bits(found) == bits(tree_sum(parts, add))
 
 
@@ -102,7 +117,8 @@ def test_minus_zero_survives() -> None:
     ]
     nothing: Part = [None] * len(BUCKETS)
     for parts in ([part, nothing], [nothing, part], [part, part]):
-        assert bits(reduce(parts, [Block(0, 1), Block(1, 2)])) == bits(part)
+        for borrowed in (False, True):
+            assert bits(reduce(parts, [Block(0, 1), Block(1, 2)], borrows=lambda: borrowed)) == bits(part)  # noqa: B023
 
 
 def test_what_nobody_sent_is_nothing() -> None:
@@ -110,8 +126,9 @@ def test_what_nobody_sent_is_nothing() -> None:
     assert reduce([nothing] * 3, [Block(0, 2), Block(2, 3)]) == nothing
 
 
+@pytest.mark.parametrize("borrowed", [False, True])
 @pytest.mark.parametrize(("num_leaves", "span", "absent"), [(2, 1, 0.0), (5, 1, 0.5), (7, 4, 0.0), (1, 1, 0.0)])
-def test_the_halves_of_the_root_are_measured(num_leaves: int, span: int, absent: float) -> None:
+def test_the_halves_of_the_root_are_measured(num_leaves: int, span: int, absent: float, borrowed: bool) -> None:
     """The same numbers whatever the blocks: those of the gradient's sums, not of buffers."""
     parts = [leaf_part(40 + leaf, absent) for leaf in range(num_leaves)]
     reducer, frontiers = Reducer(LAYOUT, VectorPool(LAYOUT, make=_dirty)), [Frontier(num_leaves) for _ in BUCKETS]
@@ -120,8 +137,10 @@ def test_the_halves_of_the_root_are_measured(num_leaves: int, span: int, absent:
     for start in reversed(range(0, num_leaves, span)):
         block = Block(start, min(start + span, num_leaves))
         for bucket, piece in enumerate(tree_sum(parts[block.start : block.stop], add)):
-            if piece is not None:
-                reducer.vector(start).buckets[bucket].copy_(piece)
+            if piece is not None and borrowed:
+                reducer.block(start).borrow(bucket, piece)
+            elif piece is not None:
+                reducer.block(start).vector.buckets[bucket].copy_(piece)
             reducer.put(bucket, start, present=piece is not None)
             for left, right in frontiers[bucket].fill(block):
                 reducer.merge(bucket, left, right)
@@ -137,6 +156,32 @@ def test_the_halves_of_the_root_are_measured(num_leaves: int, span: int, absent:
     assert reducer.halves() == pytest.approx([square(part) for part in wanted], rel=1e-5)
     reducer.clear()
     assert reducer.halves() is None
+
+
+def test_what_is_borrowed_is_let_go_as_soon_as_it_is_added_and_when_the_step_is_over() -> None:
+    """It may be the memory of a worker that is gone, and of the step before."""
+    reducer, lent = Reducer(LAYOUT, VectorPool(LAYOUT, make=_dirty)), weakref.WeakSet[Tensor]()
+
+    def borrow(start: int) -> None:
+        piece = torch.ones(BUCKETS[0].numel)
+        lent.add(piece)
+        reducer.block(start).borrow(0, piece)
+        reducer.put(0, start, present=True)
+
+    for start in range(4):
+        borrow(start)
+    reducer.merge(0, 2, 3)
+    assert len(lent) == 2
+    reducer.merge(0, 0, 1)
+    assert len(lent) == 0
+    reducer.merge(0, 0, 2)
+    assert reducer.root()[0].buckets[0].tolist() == [4.0] * BUCKETS[0].numel
+    reducer.clear()
+    borrow(0)
+    reducer.clear()
+    assert len(lent) == 0
+    reducer.block(0).vector.buckets[0].fill_(5.0)
+    assert reducer.block(0).piece(0).tolist() == [5.0] * BUCKETS[0].numel
 
 
 def test_memory_is_given_back_as_blocks_merge() -> None:

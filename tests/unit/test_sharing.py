@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +13,10 @@ from tests.support.memory_links import memory_pair
 from torch import nn
 
 from w5xde_async.errors import MalformedFrame
-from w5xde_async.hub.members.sharing import SharedResults, copy_into, witness
+from w5xde_async.hub.members.sharing import SharedResults, witness
 from w5xde_async.net.endpoint import connect, listen
 from w5xde_async.net.link import Link
-from w5xde_async.params.flat import FlatState, bytes_of
+from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.slots import SHARED_SLOTS, slot_bytes, slots_in
 from w5xde_async.segments import Segment, Unshared, unsupported
@@ -44,13 +46,31 @@ def test_every_bucket_of_every_vector_is_found_where_the_worker_wrote_it(paramet
         for vector in slots_in(LAYOUT, segment.payload, SHARED_SLOTS):
             for bucket in LAYOUT.result_buckets:
                 vector.buckets[bucket.index].fill_(100 * vector.slot + bucket.index)
-                spec, found = shared.find(Result(1, bucket.index, vector.slot + 1))
-                assert (spec.codec, spec.shape, spec.nbytes) == ("raw", (bucket.numel,), LAYOUT.result_nbytes(bucket))
-                assert spec.dtype == str(found.dtype).removeprefix("torch.")
-                assert torch.equal(found, vector.buckets[bucket.index])
-                target = torch.zeros_like(found)
-                copy_into(bytes_of(target), found)
-                assert torch.equal(target, found)
+                found, written = shared.find(Result(1, bucket.index, vector.slot + 1)), vector.buckets[bucket.index]
+                assert (found.shape, found.dtype) == (written.shape, written.dtype)
+                assert torch.equal(found, written)
+
+
+def test_a_piece_is_there_as_long_as_somebody_has_it(parameters: Segment) -> None:
+    """Its worker is gone, and its session."""
+    segment, shared = results(parameters, witness(SECRET, NONCE))
+    vector = slots_in(LAYOUT, segment.payload, SHARED_SLOTS)[3]
+    vector.buckets[0].fill_(7.0)
+    piece = shared.find(Result(1, 0, 4))
+    mine = memfds()
+    segment.close()
+    del segment, vector, shared
+    gc.collect()
+    assert (mine, memfds()) == (2, 1)
+    assert bool((piece == 7.0).all())
+    del piece
+    gc.collect()
+    assert memfds() == 0
+
+
+def memfds() -> int:
+    """Results that this process has mapped."""
+    return sum("memfd:w5xde-shared-results" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from w5xde_async.coordinator.sync.deviation import compare
+from w5xde_async.coordinator.sync import deviation
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
+from w5xde_async.plan.audit import Deviation
 from w5xde_async.updates.norm_gate import BlockGate, NormGateConfig
 
 LAYOUT = Layout.of(nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40)), bucket_bytes=4096)
@@ -39,25 +40,29 @@ def changed(change: Callable[[ResultVector], object]) -> ResultVector:
     return made
 
 
+def compare(
+    mine: ResultVector, mine_present: frozenset[int], theirs: ResultVector, theirs_present: frozenset[int]
+) -> Deviation:
+    return deviation.compare(LAYOUT, mine.buckets, mine_present, theirs.buckets, theirs_present)
+
+
 def test_the_layout_has_every_role_and_several_buckets() -> None:
     assert len(GRADS) > 1
     assert {MEAN, MAX} <= EVERY
 
 
 def test_equal_ones() -> None:
-    found = compare(LAYOUT, vector(), EVERY, vector(), EVERY)
+    found = compare(vector(), EVERY, vector(), EVERY)
     assert found.same_bits
     assert found.relative == 0
     assert found.cosine == pytest.approx(1.0)
 
 
 def test_a_sign_flip_and_one_bit() -> None:
-    flipped = compare(LAYOUT, changed(lambda v: [v.buckets[b].neg_() for b in GRADS]), EVERY, vector(), EVERY)
+    flipped = compare(changed(lambda v: [v.buckets[b].neg_() for b in GRADS]), EVERY, vector(), EVERY)
     assert flipped.relative == pytest.approx(2.0, rel=1e-4)
     assert flipped.cosine == pytest.approx(-1.0)
-    one = compare(
-        LAYOUT, changed(lambda v: v.buckets[GRADS[1]][5].nextafter_(torch.tensor(9.0))), EVERY, vector(), EVERY
-    )
+    one = compare(changed(lambda v: v.buckets[GRADS[1]][5].nextafter_(torch.tensor(9.0))), EVERY, vector(), EVERY)
     assert not one.same_bits
     assert one.relative < 1e-6
     assert one.bucket == GRADS[1]
@@ -65,10 +70,10 @@ def test_a_sign_flip_and_one_bit() -> None:
 
 def test_buffers_are_measured_by_themselves() -> None:
     small = changed(lambda v: v.buckets[MEAN].mul_(1e-3))
-    found = compare(LAYOUT, changed(lambda v: v.buckets[MEAN].mul_(2e-3)), EVERY, small, EVERY)
+    found = compare(changed(lambda v: v.buckets[MEAN].mul_(2e-3)), EVERY, small, EVERY)
     assert found.relative == pytest.approx(1.0, rel=1e-4)
     assert found.bucket == MEAN
-    counted = compare(LAYOUT, changed(lambda v: v.buckets[MAX].fill_(1 << 40)), EVERY, vector(), EVERY)
+    counted = compare(changed(lambda v: v.buckets[MAX].fill_(1 << 40)), EVERY, vector(), EVERY)
     assert math.isinf(counted.relative)
     assert counted.bucket == MAX
 
@@ -76,24 +81,24 @@ def test_buffers_are_measured_by_themselves() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_not_finite(value: float) -> None:
     odd = changed(lambda v: v.buckets[GRADS[1]].select(0, 3).fill_(value))
-    found = compare(LAYOUT, odd, EVERY, vector(), EVERY)
+    found = compare(odd, EVERY, vector(), EVERY)
     assert math.isinf(found.relative)
     assert found.bucket == GRADS[1]
-    assert math.isinf(compare(LAYOUT, vector(), EVERY, odd, EVERY).relative)
-    assert compare(LAYOUT, odd, EVERY, odd, EVERY).relative == 0  # training diverges, nobody lies
+    assert math.isinf(compare(vector(), EVERY, odd, EVERY).relative)
+    assert compare(odd, EVERY, odd, EVERY).relative == 0  # training diverges, nobody lies
 
 
 def test_what_is_absent_is_zero() -> None:
     without = EVERY - {GRADS[0]}
-    assert compare(LAYOUT, vector(), without, vector(1), without).relative > 0
-    assert compare(LAYOUT, vector(), without, vector(), EVERY).relative > 0.1
+    assert compare(vector(), without, vector(1), without).relative > 0
+    assert compare(vector(), without, vector(), EVERY).relative > 0.1
     zero = changed(lambda v: v.buckets[GRADS[0]].zero_())
-    found = compare(LAYOUT, zero, EVERY, vector(), without)
+    found = compare(zero, EVERY, vector(), without)
     assert found.relative == 0
     assert not found.same_bits
     nothing: frozenset[int] = frozenset()
-    assert compare(LAYOUT, vector(), nothing, vector(), nothing).relative == 0
-    assert math.isinf(compare(LAYOUT, vector(), EVERY, vector(), nothing).relative)
+    assert compare(vector(), nothing, vector(), nothing).relative == 0
+    assert math.isinf(compare(vector(), EVERY, vector(), nothing).relative)
 
 
 # -- the gate

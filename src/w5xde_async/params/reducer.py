@@ -1,8 +1,9 @@
 """The reducer: block sums in, the step's root out, in the order that the tree gives.
 
-It holds one ``ResultVector`` for each block that is not yet merged, taken from a pool. Which two to add comes from
-outside (``plan.tree.Frontier``); here they are added. A bucket that no worker changed arrives as *nothing* and
-contributes nothing. Memory: at most (open blocks + 1) x log2(leaves) vectors, plus the pool's spare ones.
+It holds one ``BlockSum`` for each block that is not yet merged: a vector from a pool, and what of the sum lies where
+somebody else has written it. Which two to add comes from outside (``plan.tree.Frontier``); here they are added. A
+bucket that no worker changed arrives as *nothing* and contributes nothing. Memory: at most (open blocks + 1) x
+log2(leaves) vectors, plus the pool's spare ones.
 
 Asked to (``begin``), it measures both halves of the root before it adds the one to the other, for the gradient noise
 scale: each piece costs three more passes over it.
@@ -71,15 +72,41 @@ class VectorPool:
             self._free_lent.append(vector)
 
 
+class BlockSum:
+    """One block's sum, bucket by bucket: in ``vector``, or **borrowed**, in memory that is another's and is only read.
+
+    What is borrowed stays mapped as long as it is here; that it stays as it is, its owner has to see to.
+    """
+
+    __slots__ = ("_borrowed", "vector")
+
+    def __init__(self, vector: ResultVector) -> None:
+        self.vector = vector
+        self._borrowed: dict[int, Tensor] = {}
+
+    def borrow(self, bucket: int, piece: Tensor) -> None:
+        """The bucket lies in ``piece``, of the shape and dtype that it has in ``vector``."""
+        self._borrowed[bucket] = piece
+
+    def forget(self, bucket: int) -> Tensor | None:
+        """The bucket lies in ``vector`` from now on, or is nothing. Where it was borrowed, that piece."""
+        return self._borrowed.pop(bucket, None)
+
+    def piece(self, bucket: int) -> Tensor:
+        """Where the bucket lies. To be read."""
+        borrowed = self._borrowed.get(bucket)
+        return self.vector.buckets[bucket] if borrowed is None else borrowed
+
+
 class Reducer:
-    """Accumulators of one step. ``vector(start)`` lends the memory that a block's buckets are received into."""
+    """Accumulators of one step. ``block(start)`` is where a block's buckets are received into, or borrowed."""
 
     def __init__(self, layout: Layout, pool: VectorPool, buckets: Collection[int] | None = None) -> None:
         """``buckets``: those that are added here (default: all result buckets)."""
         self.layout, self.pool = layout, pool
         self._num_buckets = len(layout.result_buckets) if buckets is None else len(buckets)
-        self._vectors: dict[int, ResultVector] = {}
-        self._pieces: dict[int, int] = {}  # block -> buckets that still lie in its vector
+        self._sums: dict[int, BlockSum] = {}
+        self._pieces: dict[int, int] = {}  # block -> buckets of its sum that are not merged
         self._present: set[tuple[int, int]] = set()  # (bucket, block) that hold something
         self._half = 0  # first leaf of the root's right half, where its halves are to be measured
         self._squares: dict[int, Halves] = {}  # by bucket
@@ -90,17 +117,17 @@ class Reducer:
         """The next step. ``half``: first leaf of the root's right half, where its halves are to be measured."""
         self._half = half
 
-    def vector(self, start: int) -> ResultVector:
-        """The vector of the block that begins at ``start``, taken from the pool at first need."""
-        vector = self._vectors.get(start)
-        if vector is None:
-            vector = self._vectors[start] = self.pool.take()
+    def block(self, start: int) -> BlockSum:
+        """The sum of the block that begins at ``start``; its vector is taken from the pool at first need."""
+        known = self._sums.get(start)
+        if known is None:
+            known = self._sums[start] = BlockSum(self.pool.take())
             self._pieces[start] = self._num_buckets
-        return vector
+        return known
 
     def put(self, bucket: int, start: int, *, present: bool) -> None:
-        """Bucket ``bucket`` of the block at ``start`` lies in its vector (or is nothing, when not ``present``)."""
-        self.vector(start)
+        """Bucket ``bucket`` of the block at ``start`` is there (or is nothing, when not ``present``)."""
+        self.block(start)
         if present:
             self._present.add((bucket, start))
 
@@ -110,25 +137,36 @@ class Reducer:
         halves = (self._square(bucket, left), self._square(bucket, right)) if measured else None
         if (bucket, right) in self._present:
             self._present.discard((bucket, right))
-            theirs = self._vectors[right].buckets[bucket]
-            mine = self._vectors[left].buckets[bucket]
-            if (bucket, left) not in self._present:
-                mine.copy_(theirs)
-                self._present.add((bucket, left))
-            elif mine.dtype == torch.int64:
-                torch.maximum(mine, theirs, out=mine)
+            mine, theirs = self._sums[left], self._sums[right]
+            own = mine.vector.buckets[bucket]
+            if (bucket, left) in self._present:
+                add = torch.maximum if own.dtype == torch.int64 else torch.add
+                add(mine.piece(bucket), theirs.piece(bucket), out=own)
+                mine.forget(bucket)
+                theirs.forget(bucket)
             else:
-                mine.add_(theirs)
+                self._present.add((bucket, left))
+                if (borrowed := theirs.forget(bucket)) is None:
+                    own.copy_(theirs.vector.buckets[bucket])
+                else:
+                    mine.borrow(bucket, borrowed)
         if halves is not None:
             self._squares[bucket] = Halves(*halves, self._square(bucket, left))
         self._pieces[right] -= 1
         if not self._pieces[right]:
             del self._pieces[right]
-            self.pool.give(self._vectors.pop(right))
+            self.pool.give(self._sums.pop(right).vector)
 
     def root(self) -> tuple[ResultVector, list[bool]]:
-        """The step's sum and, per result bucket, whether anything is in it. Valid until ``clear``."""
-        return self._vectors[0], [(bucket.index, 0) in self._present for bucket in self.layout.result_buckets]
+        """The step's sum and, per result bucket, whether anything is in it. Valid until ``clear``; may be written.
+
+        What was never added to anything is still borrowed, and is copied.
+        """
+        root, present = self._sums[0], [(bucket.index, 0) in self._present for bucket in self.layout.result_buckets]
+        for bucket, there in enumerate(present):
+            if (borrowed := root.forget(bucket)) is not None and there:
+                root.vector.buckets[bucket].copy_(borrowed)
+        return root.vector, present
 
     def halves(self) -> Halves | None:
         """What was measured of a complete step, added in bucket order; None where nothing was."""
@@ -140,13 +178,13 @@ class Reducer:
     def _square(self, bucket: int, start: int) -> float:
         if (bucket, start) not in self._present:
             return 0.0
-        return _square(self._vectors[start].buckets[bucket])
+        return _square(self._sums[start].piece(bucket))
 
     def clear(self) -> None:
         """Give every vector back; the next step begins."""
-        for vector in self._vectors.values():
-            self.pool.give(vector)
-        self._vectors.clear()
+        for known in self._sums.values():
+            self.pool.give(known.vector)
+        self._sums.clear()
         self._pieces.clear()
         self._present.clear()
         self._squares.clear()

@@ -52,8 +52,8 @@ FAILPOINTS: Mapping[str, str] = {
     "shared.open.after": "the coordinator has a worker's memory, and the worker has not heard of it",
     "shared.result.before": "a result lies in shared memory, and nobody has heard of it",
     "shared.result.after": "its RESULT has left the worker",
-    "shared.copy.before": "the coordinator has read the RESULT, and has not copied the result",
-    "shared.copy.after": "the result is copied, and does not count yet",
+    "shared.lay.before": "the coordinator has read the RESULT, and its slot is empty",
+    "shared.lay.after": "its slot is filled from where the result lies",
 }
 ACTIONS = ("kill", "exit", "error", "enospc")
 

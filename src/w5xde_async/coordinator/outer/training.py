@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
+from torch import Tensor
+
 from w5xde_async.compute.inner import Schedule
 from w5xde_async.coordinator.outer.step_scheduler import StepScheduler
 from w5xde_async.coordinator.parameters.delta_publisher import CatchUp, DeltaPublisher
@@ -455,6 +457,9 @@ class OuterTraining:
         self.intake.arrived(session)
         if self.ledger.get(result.lease) is None:  # it ended meanwhile
             self.intake.drop(result.lease)
+
+    def lay(self, session: Session, result: Result, piece: Tensor) -> bool:
+        return False  # under these rules no memory is shared
 
     def done(self, session: Session, done: Done) -> None:
         worker, now = session.worker_id, self.context.clock()

@@ -6,17 +6,18 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.audit import Deviation
 
 
 def compare(
-    layout: Layout, mine: ResultVector, mine_present: frozenset[int], theirs: ResultVector,
+    layout: Layout, mine: Sequence[Tensor], mine_present: frozenset[int], theirs: Sequence[Tensor],
     theirs_present: frozenset[int],
 ) -> Deviation:  # fmt: skip
-    """How far two results of one block are apart; a bucket that is not present is zero everywhere."""
+    """How far two results of one block, a piece for each result bucket, are apart; a bucket that is not present is zero
+    everywhere."""
     sums: dict[str, list[float]] = {"grad": [0.0] * 4, "mean": [0.0] * 4}  # |a|^2, |b|^2, a.b, |a-b|^2
     worst, largest, same, whole = -1, 0.0, True, True
     for bucket in layout.result_buckets:
@@ -24,8 +25,8 @@ def compare(
         here, there = number in mine_present, number in theirs_present
         if not (here or there):
             continue
-        a = mine.buckets[number] if here else torch.zeros_like(theirs.buckets[number])
-        b = theirs.buckets[number] if there else torch.zeros_like(mine.buckets[number])
+        a = mine[number] if here else torch.zeros_like(theirs[number])
+        b = theirs[number] if there else torch.zeros_like(mine[number])
         if role == "max":
             if here != there or not torch.equal(a, b):
                 worst, same, whole = (number if worst < 0 else worst), False, False

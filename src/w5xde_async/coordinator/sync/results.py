@@ -1,9 +1,9 @@
 """Results on their way in: where each lands, what it completes, what becomes of its lease.
 
 A result is received straight into the memory of its slot (``hub.work.block_store``), by one session at a time. A second
-one that comes meanwhile, and what a codec wrote, is received into memory of its own. The first that is complete fills
-the slot; what another is still receiving there is diverted into the session's scratch and dropped, as is what no open
-lease authorizes and what is there already.
+one that comes meanwhile, and what a codec wrote, is received into memory of its own. What lies in memory that a worker
+shares is read from there. The first that is complete fills the slot; what another is still receiving there is diverted
+into the session's scratch and dropped, as is what no open lease authorizes and what is there already.
 
 Nothing of a block is added before the whole of it has been verified, unless every check is switched off: then buckets
 are added as they come.
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from torch import Tensor
 
 from w5xde_async.coordinator.parameters.aggregator import StepState
 from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
@@ -131,11 +133,8 @@ class Results:
         if grant is None:
             self._drop_stale(gathered.key.of)
         elif gathered.held and not gathered.missing:
-            of, bucket = self._store.fill(gathered, Supplier(session.worker_id, grant.lease))
+            self._received(grant, *self._store.fill(gathered, Supplier(session.worker_id, grant.lease)))
             gathered.held = False
-            if isinstance(of, Block):
-                self._verdicts.received(grant.lease, session.worker_id, bucket)
-                self._counts_at_once(of, bucket, present=True)
 
     def _drop_stale(self, of: Block | AuditKey) -> None:
         """What islands have begun to send of a block under leases that have ended, and are not just sending, is nothing
@@ -201,8 +200,28 @@ class Results:
             else:
                 bytes_of(target)[:] = session.scratch(target.nbytes)
             self._store.put(key, supplier)
+        self._received(grant, of, bucket)
+
+    def lay(self, session: Session, result: Result, piece: Tensor, *, member: bool) -> bool:
+        """A result is complete in memory that its worker shares, in ``piece``. Whether a lease accounts for it.
+
+        Raises RemoteError where it is of a version not yet published.
+        """
+        grant = self._ledger.held_by(session.worker_id, result.lease)
+        if grant is None or not member:
+            return self._ledger.past(session.worker_id, result.lease) is not None
+        self._current(grant)
+        key = SlotKey(self._slots_of(grant), result.bucket)
+        if self._store.is_filled(key) or not self._clear(key):
+            self._turn_away(grant)
+        else:
+            self._received(grant, *self._store.lay(key, piece, Supplier(session.worker_id, grant.lease)))
+        return True
+
+    def _received(self, grant: BlockGrant, of: Block | AuditKey, bucket: int) -> None:
+        """A slot is filled under a lease."""
         if isinstance(of, Block):
-            self._verdicts.received(grant.lease, session.worker_id, bucket)
+            self._verdicts.received(grant.lease, grant.worker, bucket)
             self._counts_at_once(of, bucket, present=True)
 
     def _clear(self, key: SlotKey) -> bool:
@@ -318,6 +337,7 @@ class Results:
 
     def discard(self, finished: FinishedBlock, reason: str) -> None:
         """A finished block did not hold: it is leased again."""
+        self._store.discard(finished.grant.block)  # before its workers hear of it, and write again where it lies
         self._ledger.reopen(finished.grant.step, finished.grant.block, finished.grant.worker)
         self._phase.refuse(VerdictCode.REJECTED, len(finished.done.losses))
         for bucket, (_, lease) in finished.suppliers.items():
@@ -437,7 +457,10 @@ class Results:
                 vector.buckets[bucket].copy_(reference.vector.buckets[bucket])
 
         await self._aggregator.submit(copy)
-        for bucket, (_, lease) in store.close(block).items():
+        suppliers = store.close(block)
+        if missing is everything:
+            store.discard(block)
+        for bucket, (_, lease) in suppliers.items():
             if bucket in missing:  # what is here in its place counts
                 self._verdicts.dropped(lease, bucket)
         for bucket in missing:

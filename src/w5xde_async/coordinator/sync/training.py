@@ -15,6 +15,8 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from w5xde_async.coordinator.memory_bound import most_held
 from w5xde_async.coordinator.parameters.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.parameters.delta_publisher import CatchUp, DeltaPublisher
@@ -470,6 +472,10 @@ class SyncTraining:
 
     def arrived(self, session: Session, result: Result) -> None:
         self.results.arrived(session, result)
+
+    def lay(self, session: Session, result: Result, piece: Tensor) -> bool:
+        member = self.roster.sessions.get(session.worker_id) is session
+        return self.results.lay(session, result, piece, member=member)
 
     def done(self, session: Session, done: Done) -> None:
         known = self.roster.member(session.worker_id)

@@ -11,11 +11,12 @@ everything else runs on the event loop's thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from w5xde_async.compute.engine import device_name
 from w5xde_async.coordinator.sync.context import SyncContext
@@ -23,7 +24,6 @@ from w5xde_async.coordinator.sync.deviation import compare, with_words
 from w5xde_async.coordinator.sync.recomputation import ReferenceResult
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import AuditKey, Supplier
-from w5xde_async.params.flat import ResultVector
 from w5xde_async.plan.audit import Auditor, Choice, Deviation, HeldBlock, Why
 from w5xde_async.plan.ledger import BlockGrant
 from w5xde_async.plan.numerics import EXACT
@@ -452,7 +452,7 @@ class Verification:
         assert held is not None
         assert held.lease is not None
         assert other is not None
-        mine, theirs = self._store.vector(held.block), self._store.vector(AuditKey(held.lease))
+        mine, theirs = self._store.pieces(held.block), self._store.pieces(AuditKey(held.lease))
         between = await self._run(lambda: self._deviation(block, mine, theirs, other))
         if block not in self._held or block.other is not other:
             return None  # a worker that had a hand in it was quarantined meanwhile
@@ -526,18 +526,18 @@ class Verification:
         alike = truth.is_like(block.origin._replace(drew=True))  # whether it drew, the coordinator has seen itself
         if not self._exact or not alike:
             return self._beside_an_unlike_one(block, reference, alike=alike)
-        mine = self._store.vector(held.block)
+        mine = self._store.pieces(held.block)
         own = await self._run(lambda: self._distance(mine, frozenset(block.suppliers), block.done, reference))
         second, words = None, block.other
         if words is not None and truth.is_like(self._of_second(held, words, drew=True)):
             assert held.lease is not None
-            second = await self._second_distance(self._store.vector(AuditKey(held.lease)), words, reference)
+            second = await self._second_distance(self._store.pieces(AuditKey(held.lease)), words, reference)
         decisions = when_recomputed(held, own, second, self._tolerance(equal_cpus=False))
         if isinstance(decisions[0], Count):
             self._auditor.agreed(held.worker)
         return self._rule(block, *decisions)
 
-    async def _second_distance(self, theirs: ResultVector, words: Done, reference: ReferenceResult) -> Deviation:
+    async def _second_distance(self, theirs: Sequence[Tensor], words: Done, reference: ReferenceResult) -> Deviation:
         present = frozenset(range(len(self._layout.result_buckets))) - set(words.absent)
         return await self._run(lambda: self._distance(theirs, present, words, reference))
 
@@ -607,13 +607,15 @@ class Verification:
             return call()
         return await self._context.aggregator.submit(call)
 
-    def _deviation(self, block: FinishedBlock, mine: ResultVector, theirs: ResultVector, other: Done) -> Deviation:
+    def _deviation(
+        self, block: FinishedBlock, mine: Sequence[Tensor], theirs: Sequence[Tensor], other: Done
+    ) -> Deviation:
         present = frozenset(range(len(self._layout.result_buckets))) - set(other.absent)
         found = compare(self._layout, mine, frozenset(block.suppliers), theirs, present)
         return with_words(found, block.done.losses, block.done.untouched, other.losses, other.untouched)
 
     def _distance(
-        self, vector: ResultVector, present: frozenset[int], words: Done, reference: ReferenceResult
+        self, pieces: Sequence[Tensor], present: frozenset[int], words: Done, reference: ReferenceResult
     ) -> Deviation:
-        found = compare(self._layout, vector, present, reference.vector, reference.present)
+        found = compare(self._layout, pieces, present, reference.vector.buckets, reference.present)
         return with_words(found, words.losses, words.untouched, reference.losses, reference.untouched)

@@ -20,6 +20,8 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Protocol
 
+from torch import Tensor
+
 from w5xde_async.errors import (
     LinkLost,
     MalformedFrame,
@@ -31,7 +33,7 @@ from w5xde_async.errors import (
 )
 from w5xde_async.hub.members.credentials import Credentials
 from w5xde_async.hub.members.island import Island
-from w5xde_async.hub.members.sharing import SharedResults, copy_into
+from w5xde_async.hub.members.sharing import SharedResults
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.shard import Shard
@@ -72,8 +74,6 @@ logger = logging.getLogger(__name__)
 _MOST_MESSAGES = 256  # small ones that may wait for one worker
 _TALK_RATE, _TALK_BURST = 256, 2048  # messages a second, and at once, that no lease authorizes
 _GARBAGE_BYTES = 64 << 20  # results that nothing authorizes: more than this in a row is no accident
-_LONG_COPY_BYTES = 1 << 20  # of shared memory: takes some hundred microseconds and more
-
 
 #: Of one connection, in the time that a handshake may take: 3 MB each way.
 _MOST_PROBES = 1024
@@ -130,6 +130,10 @@ class WorkSource(Protocol):
 
     def arrived(self, session: Session, result: Result) -> None:
         """A placed result is complete."""
+
+    def lay(self, session: Session, result: Result, piece: Tensor) -> bool:
+        """A result is complete in memory that its worker shares, in ``piece``: it is to be read from there until the
+        worker is told what became of its lease. Whether a lease authorizes it. Raises RemoteError."""
 
     def done(self, session: Session, done: Done) -> None:
         """A lease is done. Raises RemoteError where what the worker says cannot be true."""
@@ -442,8 +446,7 @@ class Session:
                 placed, self.receiving = self.receiving, None
             if type(message) is Result:
                 if not specs:
-                    if self._take_shared(message) >= _LONG_COPY_BYTES:
-                        await asyncio.sleep(0)  # results that lie there come as fast as they are read: others first
+                    self._take_shared(message)
                     continue
                 self.receiving_s += self._clock() - self._header_at
                 self.result_bytes += specs[0].nbytes if self.shard is None else sum(spec.nbytes for spec in specs)
@@ -505,28 +508,22 @@ class Session:
                     self._end_reason = refusal.reason
                     return
 
-    def _take_shared(self, result: Result) -> int:
-        """A result lies in memory: take it from there before anything else is done with it. Gives its bytes."""
+    def _take_shared(self, result: Result) -> None:
+        """A result lies in memory: it is read from there."""
         self.state = advance(COORDINATOR, self.state, result)
         if self.shared is None:
             raise MalformedFrame("RESULT came without its buffer")
-        spec, source = self.shared.find(result)
-        view, authorized = self._work.place(self, result, spec)
-        if view is None:
-            if not authorized:
-                self._talk()
-            return 0
-        began = self._clock()
-        failpoint("shared.copy.before")
-        copy_into(view, source)
-        failpoint("shared.copy.after")
-        self.receiving_s += self._clock() - began
-        self.result_bytes += spec.nbytes
-        self._garbage = 0
+        piece = self.shared.find(result)
+        failpoint("shared.lay.before")
         self._aggregating = True
-        self._work.arrived(self, result)
+        authorized = self._work.lay(self, result, piece)
         self._aggregating = False
-        return spec.nbytes
+        failpoint("shared.lay.after")
+        if authorized:
+            self.result_bytes += piece.nbytes
+            self._garbage = 0
+        else:
+            self._talk()
 
     def _talk(self) -> None:
         """A message that no lease authorizes. A few a second are usual; a worker that sends many more is dropped."""

@@ -9,15 +9,12 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.slots import SHARED_SLOTS, slot_bytes, slots_in
 from w5xde_async.segments import SECRET_BYTES, Opened, Segment, Unshared
-from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.handshake import prove
 from w5xde_async.wire.messages import Result
 
@@ -28,7 +25,7 @@ def witness(secret: bytes, nonce: bytes) -> bytes:
 
 
 class SharedResults:
-    """One worker's results, where it writes them. It may do so at any time: they are copied before they are used."""
+    """One worker's results, where it writes them. Mapped as long as this or a piece of it is there."""
 
     def __init__(self, parameters: Segment, told: Sequence[int], nonce: bytes, layout: Layout) -> None:
         """``told``: of READY; ``nonce``: of its HELLO. Raises Unshared."""
@@ -40,25 +37,10 @@ class SharedResults:
             memory = opened.map()
         finally:
             opened.close()
-        self._vectors, self._specs = slots_in(layout, memory, SHARED_SLOTS), _specs(layout)
+        self._vectors, self._num_buckets = slots_in(layout, memory, SHARED_SLOTS), len(layout.result_buckets)
 
-    def find(self, result: Result) -> tuple[BufferSpec, Tensor]:
-        """How the bucket of a result would have travelled, and where it lies. Raises MalformedFrame."""
-        if not 1 <= result.slot <= len(self._vectors) or result.bucket >= len(self._specs):
+    def find(self, result: Result) -> Tensor:
+        """Where the bucket of a result lies, to be read: to write there ends the process. Raises MalformedFrame."""
+        if not 1 <= result.slot <= len(self._vectors) or result.bucket >= self._num_buckets:
             raise MalformedFrame(f"RESULT of bucket {result.bucket} in vector {result.slot} of the shared memory")
-        return self._specs[result.bucket], self._vectors[result.slot - 1].buckets[result.bucket]
-
-
-def _specs(layout: Layout) -> list[BufferSpec]:
-    dtypes = [layout.groups[bucket.group].result_dtype for bucket in layout.result_buckets]
-    return [
-        BufferSpec("", str(dtype).removeprefix("torch."), (bucket.numel,), "raw", layout.result_nbytes(bucket))
-        for bucket, dtype in zip(layout.result_buckets, dtypes, strict=True)
-    ]
-
-
-def copy_into(view: memoryview, source: Tensor) -> None:
-    """Copy a contiguous tensor's bytes into ``view``, which has as many. On this thread alone: torch's threads, which a
-    copy of its own would start, are for those cores that the workers are on."""
-    if len(view):
-        np.copyto(np.frombuffer(view, dtype=np.uint8), source.view(torch.uint8).numpy())
+        return self._vectors[result.slot - 1].buckets[result.bucket]

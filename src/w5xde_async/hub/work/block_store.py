@@ -1,9 +1,12 @@
-"""What has come of a step: every slot of its grid (leaves x buckets), in memory of its own, and the sum of all leaves.
+"""What has come of a step: every slot of its grid (leaves x buckets), and the sum of all leaves.
 
 A **slot** is one bucket of one block's sum, or of a block's second computation (an audit). It is empty, being received
 (a writer has reserved it), filled (from a supplier) or filled with nothing (no leaf of the block changed the bucket).
 A slot is filled once: whatever comes for it later finds no memory. Here alone is noted what has come of which block;
 ``plan.ledger`` asks.
+
+What is received lies in memory of the store's own. What lies whole in memory that a worker shares fills its slot from
+there (``lay``) and is added from there: the worker writes it again only when it has been told what became of it.
 
 A finished block is closed: its slots' story is over, and what counts of them is added to the sum, bucket by bucket, in
 the order of the tree (``plan.tree``). A block that does not hold is discarded, and its slots are empty again.
@@ -23,10 +26,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
-from w5xde_async.params.reducer import Halves, Reducer, VectorPool
+from w5xde_async.params.reducer import BlockSum, Halves, Reducer, VectorPool
 from w5xde_async.plan.tree import Block, Frontier, Merge, right_half
 
 #: Result vectors of so much are kept for the next blocks: making a small one takes longer than filling it.
@@ -108,7 +112,7 @@ class BlockStore:
         self._filled: dict[Block | AuditKey, dict[int, Supplier | None]] = {}
         self._reserved: dict[Hashable, SlotKey] = {}  # writer -> what it receives
         self._receiving: dict[Block | AuditKey, set[int]] = {}  # the same by block: buckets
-        self._audits: dict[AuditKey, ResultVector] = {}
+        self._audits: dict[AuditKey, BlockSum] = {}
         self._released: set[AuditKey] = set()  # audits that are over, as soon as nothing is received for them
 
     @property
@@ -172,6 +176,14 @@ class BlockStore:
             self._free(key.of)
         return key
 
+    def lay(self, key: SlotKey, piece: Tensor, supplier: Supplier) -> SlotKey:
+        """An empty slot, into which nobody receives, is filled by what lies in ``piece``, which is read from there.
+
+        It has to stay as it is until the slot is empty again, the sum is cleared or the audit released.
+        """
+        self._sum(key.of).borrow(key.bucket, piece)
+        return self.put(key, supplier)
+
     def fill_with_nothing(self, of: Block | AuditKey) -> list[int]:
         """The slots of a block that are empty stay so: no leaf of it changed those buckets. Which they are."""
         missing = self.missing(of)
@@ -212,9 +224,10 @@ class BlockStore:
 
     def empty(self, block: Block, buckets: Iterable[int]) -> None:
         """What fills these slots is not trusted any more. They are empty again."""
-        slots = self._filled[block]
+        slots, known = self._filled[block], self._sum(block)
         for bucket in buckets:
             del slots[bucket]
+            known.forget(bucket)
         if not slots:
             del self._filled[block]
 
@@ -223,6 +236,12 @@ class BlockStore:
         suppliers = self.suppliers(block)
         self._filled.pop(block, None)
         return suppliers
+
+    def discard(self, block: Block) -> None:
+        """A block that is closed does not hold: nothing of it is read any more, and its slots are empty again."""
+        known = self._sum(block)
+        for bucket in self.buckets:
+            known.forget(bucket)
 
     # -- audits --------------------------------------------------------------------------------------------
 
@@ -237,23 +256,31 @@ class BlockStore:
             return
         self._released.discard(audit)
         self._filled.pop(audit, None)
-        if (vector := self._audits.pop(audit, None)) is not None:
-            self._pool.give(vector)
+        if (known := self._audits.pop(audit, None)) is not None:
+            self._pool.give(known.vector)
 
     # -- memory --------------------------------------------------------------------------------------------
 
     def vector(self, of: Block | AuditKey) -> ResultVector:
-        """Where a block's slots, or an audit's, lie."""
+        """Where a block's slots, or an audit's, are received."""
+        return self._sum(of).vector
+
+    def pieces(self, of: Block | AuditKey) -> list[Tensor]:
+        """Where each bucket of a block, or of an audit, lies now. To be read."""
+        known = self._sum(of)
+        return [known.piece(bucket.index) for bucket in self.layout.result_buckets]
+
+    def _sum(self, of: Block | AuditKey) -> BlockSum:
         if isinstance(of, Block):
-            return self._reducer.vector(of.start - self.leaves.start)
-        vector = self._audits.get(of)
-        if vector is None:
-            vector = self._audits[of] = self._pool.take()
-        return vector
+            return self._reducer.block(of.start - self.leaves.start)
+        known = self._audits.get(of)
+        if known is None:
+            known = self._audits[of] = BlockSum(self._pool.take())
+        return known
 
     def norms(self, block: Block, buckets: Iterable[int]) -> dict[int, float]:
         """L2 norm of each of a block's buckets of floats; not finite where an element is not."""
-        pieces, norms = self.vector(block).buckets, {}
+        pieces, norms = self.pieces(block), {}
         for bucket in buckets:
             piece = pieces[bucket]
             if piece.dtype is torch.float32:  # not torch.dot: it starts threads for a few thousand elements
