@@ -21,11 +21,11 @@ from w5xde_async.errors import FrameTooLarge, LinkLost, LocalError, MalformedFra
 from w5xde_async.net import endpoint, sockets
 from w5xde_async.net.link import CLOSED_BY_PEER, CLOSED_HERE, CLOSED_MID_FRAME, Link
 from w5xde_async.net.sockets import BULK_BYTES
-from w5xde_async.net.stream import READ_AHEAD_BYTES
+from w5xde_async.net.stream import CUT_OFF, READ_AHEAD_BYTES, TURN_BYTES
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, encode
 from w5xde_async.wire.messages import Heartbeat, Message, Params, Result, Verdict
 
-KINDS = ("memory", "tcp", "tcp+bulk", "transport", "tls", "stock tcp", "stock tls", "stock unix")
+KINDS = ("memory", "tcp", "tcp+bulk", "transport", "tls", "transport tls", "stock tcp", "stock tls", "stock unix")
 NETWORK = KINDS[1:]
 pytestmark = pytest.mark.both_loops
 
@@ -57,9 +57,9 @@ async def connected(kind: str, authority: tuple[ssl.SSLContext, ssl.SSLContext],
         async with stock_pair(kind, authority) as made:
             yield made
         return
-    if kind == "transport":  # what plain TCP is where a loop watches no descriptors
+    if kind.startswith("transport"):  # where a loop watches no descriptors
         patch.setattr(endpoint, "_watches_descriptors", lambda loop: False)
-    server, client = authority if kind == "tls" else (None, None)
+    server, client = authority if kind.endswith("tls") else (None, None)
     pool = ThreadPoolExecutor(4) if kind == "tcp+bulk" else None
     accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
     over = asyncio.Event()
@@ -68,7 +68,7 @@ async def connected(kind: str, authority: tuple[ssl.SSLContext, ssl.SSLContext],
         accepted.set_result(link)
         await over.wait()
 
-    host = "localhost" if kind == "tls" else "127.0.0.1"
+    host = "localhost" if kind.endswith("tls") else "127.0.0.1"
     listener = await endpoint.listen("127.0.0.1", 0, on_link, ssl=server, bulk=pool)
     near = await endpoint.connect(host, listener.port, timeout_s=5, ssl=client, bulk=pool)
     far = await accepted
@@ -288,6 +288,24 @@ async def test_a_slow_reader_does_not_hold_up_the_loop(pair: Pair):
     pair.near.abort()
     with pytest.raises(LinkLost):
         await sending
+
+
+@pytest.mark.parametrize("kind", ["tcp", "transport", "tls", "transport tls"])
+async def test_a_big_frame_lets_others_have_their_turn(kind: str, authority, monkeypatch):
+    """A loop that moves 24 MB, encryption and all, moves no more than a turn's worth at a time."""
+    async with connected(kind, authority, monkeypatch) as (near, far):
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        counting = asyncio.create_task(count())
+        await asyncio.gather(near.send(frame(pattern(24_000_000))), far.recv(allocate))
+        counting.cancel()
+        assert turns >= 24_000_000 // TURN_BYTES
 
 
 # -- ends
@@ -617,5 +635,6 @@ async def test_a_peer_that_vanishes_without_tls_goodbye(authority, monkeypatch):
         sock = near._writer.transport.get_extra_info("socket")
         with socket.socket(fileno=socket.dup(sock.fileno())) as raw:
             raw.shutdown(socket.SHUT_RDWR)
-        with pytest.raises(LinkLost):
+        with pytest.raises(LinkLost) as lost:
             await receiving
+        assert lost.value.reason == CUT_OFF

@@ -26,10 +26,11 @@ from itertools import zip_longest
 from typing import Any
 
 from w5xde_async.errors import LinkLost, PortInUse, RefusalCode, Refused, Unreachable, UsageError, W5xdeError
+from w5xde_async.net.encrypted import EncryptedChannel, shake_hands
 from w5xde_async.net.hanging import in_daemon_thread
 from w5xde_async.net.link import Link
 from w5xde_async.net.racing import NoneWorked, first_that_works
-from w5xde_async.net.sockets import SocketChannel
+from w5xde_async.net.sockets import SocketChannel, until_readable, until_writable
 from w5xde_async.net.stream import Channel, ended_by
 from w5xde_async.net.transport import TransportChannel
 from w5xde_async.net.tuning import tune, tune_listener
@@ -411,19 +412,9 @@ async def _next(loop: asyncio.AbstractEventLoop, listening: socket.socket) -> tu
         try:
             sock, address = listening.accept()
         except (BlockingIOError, InterruptedError):
-            readable = loop.create_future()
-            loop.add_reader(listening, _ready, readable)
-            try:
-                await readable
-            finally:
-                loop.remove_reader(listening)
+            await until_readable(listening)
         else:
             return sock, address
-
-
-def _ready(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
 
 
 async def _look_up(host: str, port: int) -> list[_Address]:
@@ -483,12 +474,7 @@ async def _sock_connect(loop: asyncio.AbstractEventLoop, sock: socket.socket, ad
     with suppress(BlockingIOError):
         sock.connect(address)
         return
-    writable = loop.create_future()
-    loop.add_writer(sock, _ready, writable)
-    try:
-        await writable
-    finally:
-        loop.remove_writer(sock)
+    await until_writable(sock)
     if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         raise OSError(code, os.strerror(code))
 
@@ -508,8 +494,10 @@ async def _attach(
         sock.setblocking(False)
         tuned = tune(sock)
         _log.debug("socket tuned peer=%s options=%s", peer, tuned)
-        if tls is None and _watches_descriptors(loop):
-            return SocketChannel(sock, peer, bulk=bulk)
+        if _watches_descriptors(loop):
+            if tls is None:
+                return SocketChannel(sock, peer, bulk=bulk)
+            return EncryptedChannel(await shake_hands(sock, tls, server_hostname), peer)
         made = channel = TransportChannel(peer)
         if server_hostname is None:
             await loop.connect_accepted_socket(lambda: made, sock, ssl=tls)
@@ -526,7 +514,7 @@ async def _attach(
 
 
 def _watches_descriptors(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether plain TCP can go without a transport."""
+    """Whether bytes can go without a transport."""
     return hasattr(socket.socket, "sendmsg") and type(loop).add_reader is not asyncio.AbstractEventLoop.add_reader
 
 
@@ -572,8 +560,6 @@ def _tls_hint(error: Exception) -> str:
 def _why(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"TLS: certificate not accepted: {error.verify_message}"
-    if isinstance(error, ssl.SSLError):
-        return f"TLS: {error.reason or error}"
     if isinstance(error, LinkLost):
         return error.reason
     return ended_by(error) if isinstance(error, OSError) else str(error)

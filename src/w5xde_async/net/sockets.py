@@ -1,7 +1,7 @@
 """Plain TCP on loops that watch descriptors (asyncio's on POSIX, uvloop): the channel that moves bytes itself.
 
 It calls ``recv_into`` and ``sendmsg``: no copy, no pause protocol between, and "handed over" means that the kernel has
-the bytes. TLS and other loops: ``net.transport``.
+the bytes. TLS: ``net.encrypted``. Other loops: ``net.transport``.
 
 Bulk work: with an executor, a payload that has ``BULK_BYTES`` or more left is pumped by a thread (the copies release
 the GIL), so that the event loop goes on and several links copy at once. A thread leaves a socket that idles for
@@ -49,7 +49,7 @@ _LINGER = "hh" if sys.platform == "win32" else "ii"  # struct linger: on or off,
 _T = TypeVar("_T")
 
 
-class _Outgoing:
+class Outgoing:
     """Chunks on their way into the kernel."""
 
     __slots__ = ("_chunks", "_index", "left")
@@ -58,6 +58,11 @@ class _Outgoing:
         self._chunks = list(chunks)
         self._index = 0
         self.left = sum(map(len, self._chunks))
+
+    @property
+    def next_chunk(self) -> Buffer:
+        """What goes next, of which nothing has gone yet."""
+        return self._chunks[self._index]
 
     def pump(self, sock: socket.socket, budget: int) -> None:
         """Hand over until nothing is left, ``budget`` is spent or the kernel is full (BlockingIOError)."""
@@ -105,7 +110,7 @@ class SocketChannel(Channel):
         self._drained = False  # the last receive took all that there was
         self._flowing = False  # but bytes come so fast that there may be more by now
         self._writing: asyncio.Future[None] | None = None
-        self._outgoing: _Outgoing | None = None
+        self._outgoing: Outgoing | None = None
         self._behind: list[Buffer] = []  # what was written while a thread pumps
         self._pumping = False
         self._deaf: str | None = None  # why the peer takes nothing more, though what it said may still be read
@@ -131,9 +136,7 @@ class SocketChannel(Channel):
                     self._drained = True
                     continue
                 self._reading = self._loop.create_future()
-                if not self._watching_in:
-                    self._loop.add_reader(self._fd, self._on_readable)
-                    self._watching_in = True
+                self._watch_in()
                 try:
                     await self._reading
                 finally:
@@ -173,6 +176,11 @@ class SocketChannel(Channel):
         except BlockingIOError:
             self._drained = True
             self._flowing = False
+
+    def _watch_in(self) -> None:
+        if not self._watching_in:
+            self._loop.add_reader(self._fd, self._on_readable)
+            self._watching_in = True
 
     def _on_readable(self) -> None:
         # The descriptor stays watched over a series of receives; it is forgotten when it fires unasked.
@@ -217,7 +225,7 @@ class SocketChannel(Channel):
             self._turn += sent + CALL_BYTES
             if sent == total:
                 return
-        self._outgoing = _Outgoing(chunks)
+        self._outgoing = Outgoing(chunks)
         self._outgoing.sent(sent)
         self._loop.call_soon(self._watch_out)  # what nobody drains leaves all the same
 
@@ -234,7 +242,7 @@ class SocketChannel(Channel):
         if self._turn >= TURN_BYTES:
             await self._yield_turn()
 
-    async def _hand_over(self, outgoing: _Outgoing) -> None:
+    async def _hand_over(self, outgoing: Outgoing) -> None:
         full = False  # the kernel's buffer, as far as we know
         try:
             while outgoing.left:
@@ -258,7 +266,7 @@ class SocketChannel(Channel):
         if self._outgoing is outgoing:
             self._outgoing = None
 
-    async def _pump(self, outgoing: _Outgoing) -> None:
+    async def _pump(self, outgoing: Outgoing) -> None:
         left, self._pumping = outgoing.left, True
         try:
             await self._in_thread(None, _pump_out, self._sock, outgoing)
@@ -334,9 +342,11 @@ class SocketChannel(Channel):
             async with asyncio.timeout(LINGER_S):
                 if self._outgoing is not None and self._writing is None and not self._pumping:
                     await self._hand_over(self._outgoing)  # what was written and not drained
-                busy = self._reading is not None or self._writing is not None or self._jobs
+                sending = self._writing is not None or bool(self._jobs)
                 self.lost = CLOSED_HERE
-                if not busy:
+                if not sending:
+                    await self._say_goodbye()
+                if not sending and self._reading is None:
                     self._sock.shutdown(socket.SHUT_WR)
                     scratch = memoryview(bytearray(GLANCE_BYTES))
                     while True:  # until the peer's end; closing over unread bytes would reset what it has not read yet
@@ -345,6 +355,9 @@ class SocketChannel(Channel):
             pass  # too slow, or the peer was faster
         finally:
             self.abort()
+
+    async def _say_goodbye(self) -> None:
+        """What this side says last, beneath the frames; TCP's own end needs no word."""
 
     def abort(self, reason: str = CLOSED_HERE) -> None:
         if self.lost is None:
@@ -370,6 +383,33 @@ class SocketChannel(Channel):
             job.cancel()
 
 
+async def until_readable(sock: socket.socket) -> None:
+    """On the running loop, which must watch descriptors; nothing else may watch this one for it."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_reader(sock, _set, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(sock)
+
+
+async def until_writable(sock: socket.socket) -> None:
+    """As ``until_readable``."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_writer(sock, _set, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_writer(sock)
+
+
+def _set(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
 def _pump_in(sock: socket.socket, view: memoryview) -> int:
     """In a thread: receive until ``view`` is full or the socket idles or trickles; how many bytes. Raises OSError."""
     done, size, trickles = 0, len(view), 0
@@ -385,7 +425,7 @@ def _pump_in(sock: socket.socket, view: memoryview) -> int:
     return done
 
 
-def _pump_out(sock: socket.socket, outgoing: _Outgoing) -> None:
+def _pump_out(sock: socket.socket, outgoing: Outgoing) -> None:
     """In a thread: hand over until nothing is left or the socket idles. Raises OSError."""
     while outgoing.left:
         try:

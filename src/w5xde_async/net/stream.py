@@ -3,8 +3,8 @@
 :class:`Reader` also reads into the caller's own memory (``readinto``); a fixed read-ahead serves headers and small
 frames. :class:`Writer` keeps no copy: ``drain`` returns when the bytes may be overwritten. Both stand on a
 :class:`Channel`, a transport that receives where it is told to. There is one channel for each way of moving bytes:
-``net.sockets`` (plain TCP), ``net.transport`` (TLS, and loops that watch no descriptors), and ``net.stock`` over a
-pair of asyncio's own.
+``net.sockets`` (plain TCP), ``net.encrypted`` (TLS), ``net.transport`` (both, where a loop watches no descriptors), and
+``net.stock`` over a pair of asyncio's own.
 
 Invariants: a channel that ended raises StreamLost with the first reason, for ever; nothing is read and dropped before
 the end; memory beyond the caller's own is ``READ_AHEAD_BYTES`` a reader, and as much again in ``net.transport``.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any, SupportsIndex
@@ -24,6 +25,8 @@ from w5xde_async.wire.frame import Buffer
 #: ``LinkLost.reason`` where this side ended the link, and where the peer did.
 CLOSED_HERE = "closed by this side"
 CLOSED_BY_PEER = "closed by peer"
+#: And where bytes ended that TLS protects, but nobody said so: the peer died, or somebody between cut it off.
+CUT_OFF = "cut off: the peer, or whoever sits between, ended it without the goodbye of TLS"
 
 READ_AHEAD_BYTES = 128 * 1024
 #: The most that may be asked of ``fill``.
@@ -53,6 +56,10 @@ def ended_by(error: OSError) -> str:
         return CLOSED_BY_PEER
     if isinstance(error, TimeoutError):
         return "peer stopped answering"
+    if isinstance(error, ssl.SSLEOFError):
+        return CUT_OFF
+    if isinstance(error, ssl.SSLError):
+        return f"TLS: {error.reason or error}"
     if error.errno and error.strerror and error.strerror.startswith("Connect call failed"):
         return os.strerror(error.errno)  # asyncio writes the address where the reason should be
     return error.strerror or str(error) or type(error).__name__
@@ -67,9 +74,9 @@ def in_pieces(chunks: Iterable[Buffer], most: int) -> Iterator[Buffer]:
             small.append(chunk)
             held += len(chunk)
             continue
-        if small:
+        if held:
             yield small[0] if len(small) == 1 else b"".join(small)
-            small, held = [], 0
+        small, held = [], 0
         if len(chunk) <= most:
             small, held = [chunk], len(chunk)
             continue

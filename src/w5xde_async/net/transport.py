@@ -1,4 +1,4 @@
-"""The channel over an asyncio transport: TLS on every loop, and plain TCP where a loop watches no descriptors.
+"""The channel over an asyncio transport, where a loop watches no descriptors (Windows' default): plain TCP and TLS.
 
 The channel is itself the transport's ``BufferedProtocol`` and lends it the caller's own memory for payloads. It does
 not inherit asyncio's flow control mixin: uvloop would then ignore ``get_buffer``.
