@@ -116,6 +116,22 @@ async def test_results_of_a_lease_that_nobody_gave_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("config", [{}, VERIFIED], ids=["unverified", "verified"])
+async def test_one_that_writes_where_it_must_not_spoils_its_step_and_no_other(config: dict[str, float]) -> None:
+    """What it shares is read when it is added, after it was measured. Bytes are the coordinator's own."""
+    async with scripted(**config) as run:
+        worker = await run.worker("ada")
+
+        async def answer(lease: Lease) -> None:
+            await worker.compute(lease)
+            if lease.version == 0 and worker.shared:
+                worker.shared[worker.slot(lease)].memory.fill_(0xFF)  # not a number
+
+        await work(worker, answer, versions=3)
+        assert run.applied() == {2.0 if worker.shared else 3.0}
+        assert not worker.ended()
+
+
+@pytest.mark.parametrize("config", [{}, VERIFIED], ids=["unverified", "verified"])
 @pytest.mark.parametrize("whole", [False, True])
 async def test_what_came_before_the_worker_died_stays(whole: bool, config: dict[str, float]) -> None:
     """A part of a block, and one that is whole, with nobody left who has that memory but the coordinator."""

@@ -255,6 +255,11 @@ class Scripted:
             self._segment.close()
         self._segment, self.shared = None, []
 
+    def slot(self, lease: Lease) -> int:
+        """Which of ``shared`` holds a lease's results; one that is free where none does."""
+        free = next(slot for slot in range(SHARED_SLOTS) if slot not in self._lent.values())
+        return self._lent.setdefault(lease.lease, free)
+
     def write_again(self, lease: int) -> None:
         """It has been told what became of a lease."""
         slot = self._lent.pop(lease, None)
@@ -296,8 +301,7 @@ class Scripted:
         """The frame of a bucket: ``value`` everywhere, for each sample. ``as_bytes``: as ``sends_bytes``, this one."""
         layout = self.run.prepared.spec.layout
         if self.shared and not (as_bytes or self.sends_bytes):
-            free = next(slot for slot in range(SHARED_SLOTS) if slot not in self._lent.values())
-            slot = self._lent.setdefault(lease.lease, free)
+            slot = self.slot(lease)
             self.shared[slot].buckets[bucket].fill_(value * sum(lease.samples))
             return encode(Result(lease.lease, bucket, slot + 1))
         numel = layout.result_buckets[bucket].numel
