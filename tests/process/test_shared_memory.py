@@ -23,7 +23,7 @@ pytestmark = [
 ]  # fmt: skip
 
 JOB = "tests/support/jobs.py:wide"
-OF_WORKERS = ("shared.offer.after", "shared.result.before", "shared.result.after")
+OF_WORKERS = ("shared.offer.after", "shared.result.before", "shared.result.after", "shared.answer.after")
 #: Also in the middle of a step's own, where the parameters that workers see have changed.
 OF_COORDINATORS = ("shared.open.after", "shared.lay.before", "shared.lay.after", "apply.after")
 STEPS_EACH = 4

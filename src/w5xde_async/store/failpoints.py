@@ -52,6 +52,7 @@ FAILPOINTS: Mapping[str, str] = {
     "shared.open.after": "the coordinator has a worker's memory, and the worker has not heard of it",
     "shared.result.before": "a result lies in shared memory, and nobody has heard of it",
     "shared.result.after": "its RESULT has left the worker",
+    "shared.answer.after": "all of a lease has left the worker, which has had no verdict",
     "shared.lay.before": "the coordinator has read the RESULT, and its slot is empty",
     "shared.lay.after": "its slot is filled from where the result lies",
 }

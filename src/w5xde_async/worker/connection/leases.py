@@ -380,6 +380,7 @@ class Leases:
         """An answer has left: its memory is free, or will be when the coordinator has said what became of it."""
         if self.shared:
             self._lent[lease] = vectors
+            failpoint("shared.answer.after")
         else:
             self._executor.release(vectors)
 
