@@ -68,6 +68,23 @@ def test_a_lease_is_worth_its_cost_but_not_more_than_the_share() -> None:
     assert pacing.block_leaves("a", 1) == 1
 
 
+def test_waiting_for_a_processor_is_not_work_that_pays_for_a_lease() -> None:
+    """Ten workers on two cores take five times as long for a leaf as they work on it."""
+    pacing = Pacing(PacingConfig(target_lease_s=0.0, min_lease_s=0.005))
+    for worker in map(str, range(10)):
+        pacing.takes_work(worker)
+        pacing.observe(worker, 10, 0.001)
+        for _ in range(30):
+            pacing.observe(worker, 10, 0.005)
+    assert pacing.block_leaves("0", 20, step_leaves=1280) == 32  # 50 by the quickest, and not 10
+    assert pacing.block_leaves("0", 20, step_leaves=160) == 16  # as long as that is no more than a share
+    pacing.overtaken("0", 10, 0.005)  # whatever it said
+    assert pacing.block_leaves("0", 20, step_leaves=1280) == 8
+    for _ in range(PacingConfig().window):
+        pacing.observe("1", 10, 0.005)
+    assert pacing.block_leaves("1", 20, step_leaves=1280) == 8  # it is slow by now
+
+
 def test_who_is_alone_has_seconds_of_work_at_once() -> None:
     pacing = paced(a=0.25)
     assert pacing.block_leaves("a", 16) == 16  # a result is as large as the model, whatever it is of

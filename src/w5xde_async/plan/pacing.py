@@ -4,7 +4,8 @@ Blocks are sized as in guided self-scheduling (Polychronopoulos & Kuck 1987), we
 gets half of its fair share of what is left, so blocks shrink towards the step's end and all finish together. Two floors
 keep a lease from costing more than its work: ``target_lease_s``, and four times what its result takes on its way, while
 every worker can still have a block of that size, and ``min_lease_s`` as long as it is no more than a fair share of the
-whole step. A step that takes a worker no longer than ``whole_step_s`` is one lease: to share it would cost more.
+whole step, by the quickest of the worker's last leases: a leaf that waits for a processor takes longer, but a lease
+costs no less. A step that takes a worker no longer than ``whole_step_s`` is one lease: to share it would cost more.
 
 A result is as large as the model, however small its block. Where it takes longer on its way than a leaf to compute, its
 worker has one lease a step, sized by both (``plan.sharing``).
@@ -90,6 +91,10 @@ class _Window:
         insort(self._in_order, value)
 
     @property
+    def least(self) -> float:
+        return self._in_order[0]
+
+    @property
     def p95(self) -> float:
         return self._in_order[(len(self._in_order) * 19) // 20]
 
@@ -105,6 +110,10 @@ class _Taken:
     def add(self, leaves: int, computed_s: float, taken_s: float) -> None:
         self._leaf_s.add(computed_s / leaves)
         self._rest_s.add(max(taken_s - computed_s, 0.0))
+
+    @property
+    def least_leaf_s(self) -> float:
+        return self._leaf_s.least
 
     @property
     def longest(self) -> Cost:
@@ -317,7 +326,7 @@ class Pacing:
         wanted = max(
             share / 2,
             min(share, max(self.config.target_lease_s, _COMPUTES * self._expected_result_s(worker)) / leaf_s),
-            min(step_leaves * fair, self.config.min_lease_s / leaf_s),
+            min(step_leaves * fair, self.config.min_lease_s / self._least_leaf_s(worker, leaf_s)),
             min(share, _ALONE_S / leaf_s) if len(self._workers) == 1 else 0,
         )
         return 1 << max(int(wanted), 1).bit_length() - 1
@@ -363,6 +372,11 @@ class Pacing:
         if leaf_s is not None:
             return max(leaf_s, self._floor.get(worker, 0.0))
         return self._speeds[len(self._speeds) // 2] if self._speeds else None
+
+    def _least_leaf_s(self, worker: str, leaf_s: float) -> float:
+        """What a leaf takes ``worker`` at best, of late; ``leaf_s``, what it takes mostly, where that is not known."""
+        taken = self._taken.get(worker)
+        return leaf_s if taken is None else min(leaf_s, max(taken.least_leaf_s, self._floor.get(worker, 1e-9)))
 
     def _fair_part(self, leaf_s: float) -> float:
         """Of the work that all do, the part of one that takes so long for a leaf."""
