@@ -38,6 +38,7 @@ from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import Unreachable
 from w5xde_async.job import Job
 from w5xde_async.plan.pacing import PacingConfig
+from w5xde_async.process import use_batch_scheduling
 from w5xde_async.telemetry.events import Bus, Event, RunFinished, StepCommitted
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Worker
@@ -430,9 +431,12 @@ def work(
     profile: bool = False,
     link: str = "auto",
 ) -> None:
-    """``count`` workers on one loop, until the run is over. ``join``: a join string in place of the port."""
+    """``count`` workers on one loop, as their program runs them, until the run is over. ``join``: a join string in
+    place of the port."""
+    if device == "cpu":
+        use_batch_scheduling()
     config = WorkerConfig(
-        device=device, threads=1, token=token, connect_timeout_s=2.0, inline_block_s=0.002, link=link
+        device=device, threads=1, token=token, connect_timeout_s=2.0, inline_block_s=0.005, link=link
     )  # fmt: skip
 
     async def one() -> Worker:

@@ -17,7 +17,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -76,6 +76,19 @@ def _came_early(number: signal.Signals) -> bool:
 
 def _reason(number: int) -> str:
     return CTRL_C if number == signal.SIGINT else signal.Signals(number).name
+
+
+def use_batch_scheduling() -> None:
+    """On Linux, no thread of this process that wakes takes the core from the one that has woken it (sched(7),
+    SCHED_BATCH). Threads that are started from now on inherit that. The process has the same part of the cores.
+
+    Else a coordinator on the same cores tells one worker of a version, is put aside while that computes, and tells the
+    next one milliseconds later.
+    """
+    if hasattr(os, "sched_setscheduler"):
+        with suppress(OSError):  # somebody has forbidden it
+            if os.sched_getscheduler(0) == os.SCHED_OTHER:  # else it was started with what its owner wants
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def exit_code_of(reason: str, exit_on_drain: int) -> int:

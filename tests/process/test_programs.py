@@ -175,6 +175,10 @@ def test_two_local_workers_and_again_when_it_is_complete(
     """In interpreters of their own, as people start them."""
     command = coordinate(f"{jobs}:job", tmp_path / "run", "--workers", "2")
     program = start(*command, fresh=True)
+    program.wait_for("step_committed")
+    if hasattr(os, "SCHED_BATCH"):  # whom the coordinator wakes lets it tell the others too
+        of_workers = {os.sched_getscheduler(worker) for worker in local_workers(program.process.pid)}
+        assert (of_workers, os.sched_getscheduler(program.process.pid)) == ({os.SCHED_BATCH}, os.SCHED_OTHER)
     assert program.finish() == ExitCode.OK
     finished = program.last("run_finished")
     assert finished["outcome"] == "finished"

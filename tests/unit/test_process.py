@@ -1,13 +1,15 @@
-"""What programs do with signals before anybody listens to them."""
+"""What programs do with signals before anybody listens to them, and how their threads are scheduled."""
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 
 import pytest
 
 from w5xde_async.errors import ExitCode
-from w5xde_async.process import _Early
+from w5xde_async.process import _Early, use_batch_scheduling
 
 
 class Ended(BaseException):
@@ -34,3 +36,43 @@ def test_a_warning_before_it_is_not_the_first() -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         with pytest.raises(KeyboardInterrupt):
             stops(number, None)
+
+
+def _policy_in_a_thread(before: int) -> tuple[int, int]:
+    """How a thread is scheduled that had ``before`` and asks for batch scheduling, and one that it then starts."""
+    found: list[int] = []
+
+    def child() -> None:
+        found.append(os.sched_getscheduler(0))
+
+    def ask() -> None:
+        os.sched_setscheduler(0, before, os.sched_param(0))
+        use_batch_scheduling()
+        found.append(os.sched_getscheduler(0))
+        started = threading.Thread(target=child)
+        started.start()
+        started.join()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join()
+    return found[0], found[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="Linux alone has scheduling policies")
+def test_batch_scheduling_is_inherited_and_takes_no_other_policys_place() -> None:
+    assert _policy_in_a_thread(os.SCHED_OTHER) == (os.SCHED_BATCH, os.SCHED_BATCH)
+    assert _policy_in_a_thread(os.SCHED_IDLE) == (os.SCHED_IDLE, os.SCHED_IDLE)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="Linux alone has scheduling policies")
+def test_who_may_not_choose_a_policy_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def forbidden(*arguments: object) -> None:
+        asked.append(arguments)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+    use_batch_scheduling()
+    assert asked

@@ -121,7 +121,7 @@ class WorkerSettings(Program):
     everyday = "join_file server job name device threads lifetime config"
     parts = (WorkerConfig, ProgressConfig)
     first = "server job name token_file tls_cert device loop log log_format"
-    defaults: ClassVar = {"inline_block": 0.002, "exit_on_drain": 75}
+    defaults: ClassVar = {"inline_block": 0.005, "exit_on_drain": 75}
     changed: ClassVar = {
         "token_file": {"group": "the run"},
         "exit_on_drain": {

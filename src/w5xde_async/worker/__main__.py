@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from w5xde_async.cluster.worker_processes import PRESTARTED
 from w5xde_async.errors import DeviceLost, ExitCode, RefusalCode, Refused, Unreachable, UsageError, W5xdeError
-from w5xde_async.process import CTRL_C, attach, exit_code_of, launch, memory_reports, signals
+from w5xde_async.process import CTRL_C, attach, exit_code_of, launch, memory_reports, signals, use_batch_scheduling
 
 if TYPE_CHECKING:
     from w5xde_async.job import Job
@@ -139,6 +139,8 @@ def _work(
     from w5xde_async.worker.connection.connection import Departure, RunFailed
     from w5xde_async.worker.service import Worker
 
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        use_batch_scheduling()
     if settings.job is not None and job is None:
         job = _loaded[1] if _loaded is not None and _loaded[0] == settings.job else load_job(settings.job)
 

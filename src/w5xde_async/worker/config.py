@@ -77,7 +77,7 @@ class WorkerConfig(SecurityConfig):
     )  # fmt: skip
     inline_block_s: float = setting(
         0.0, "blocks expected to take no longer are computed on the event loop; 0: none", _SHORT, "machine",
-        flag="inline_block", shown="2ms",
+        flag="inline_block", shown="5ms",
     )  # fmt: skip
     memory_limit_bytes: int = setting(
         0, "most memory for batches that it holds; a run whose leases need more ends it, exit code 2", _MEMORY,
