@@ -160,6 +160,23 @@ def test_a_trace_that_computes_something_else_is_no_program() -> None:
         trace_of(job_of(Counting))
 
 
+class Exported(nn.Module):
+    """Computes the same in another order when it is traced, as attention does in models of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(x)
+        return out * 0.1 * 3.7 if torch.compiler.is_exporting() else out * 0.37
+
+
+def test_a_trace_that_rounds_otherwise_is_no_program_and_says_what_it_is() -> None:
+    with pytest.raises(NotTraceable, match=r"by rounding alone.*attn_implementation='eager'"):
+        trace_of(job_of(Exported))
+
+
 def test_an_operator_that_is_not_on_the_list_is_named() -> None:
     def step(model: nn.Module, batch: Any) -> Any:
         x, y = batch
