@@ -126,8 +126,9 @@ def ours(
     options = {"steps": total(name, steps)}
     warm = STEPS[name][2]
     rig["coordinator"].tell(
-        "coordinate", job=name, options=options, workers=2, warm_steps=warm, observe=observe, profile=profile
-    )
+        "coordinate", job=name, options=options, workers=2, warm_steps=warm, observe=observe, profile=profile,
+        time_stalls=name == "gpt",
+    )  # fmt: skip
     port = rig["coordinator"].answer()["port"]
     for worker in WORKERS:
         first = worker == WORKERS[0]
