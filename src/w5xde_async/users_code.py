@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
-from types import TracebackType
+from types import FrameType, TracebackType
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -38,3 +39,38 @@ class users_code:
         if not isinstance(error, Exception) or isinstance(error, StopIteration):
             said = f": {error}" if str(error) else ""
             raise RuntimeError(f"{type(error).__name__}{said}") from error
+
+
+class Overdue(BaseException):
+    """Code of the user's was interrupted: it took longer than it may."""
+
+
+class time_limit:
+    """Calls of the user's code on the main thread: after ``seconds`` they are interrupted, by Overdue.
+
+    Also where they sleep or wait for a lock, by a signal (SIGALRM); not inside of a library's own code. ``is_free``:
+    whether nobody else in this process has a use for that signal.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    @staticmethod
+    def is_free() -> bool:
+        """Whether ``with time_limit`` may be used: on the main thread of a system that has the signal, unused."""
+        if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+            return False
+        return signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+    def __enter__(self) -> None:
+        signal.signal(signal.SIGALRM, self._interrupt)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        raise Overdue(f"it took longer than {self._seconds:g} s")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -74,6 +74,15 @@ class BlockData(NamedTuple):
         return len(self.samples) > 1 and sum(spec.nbytes for spec, _ in self.buffers) > _LEASE_BYTES
 
 
+class Batch(NamedTuple):
+    """The data of one block as it was read: see BlockData. ``tensors`` are not to be written."""
+
+    structure: bytes
+    packed: bool
+    samples: tuple[int, ...]
+    tensors: list[Tensor]
+
+
 @dataclass(slots=True)
 class _Chunk:
     first: int
@@ -297,6 +306,23 @@ class Loader:
         plan = opened.plan
         if (own := self._own.get(worker)) and (named := self._named(plan, block, own)) is not None:
             return named
+        batch = self.batch(step, block)
+        if batch is None:
+            return None
+        if (
+            not batch.packed and len(batch.tensors) > SESSION_CAPS.buffers
+        ):  # only a lease that is a whole step has so many
+            count, most = len(batch.tensors), SESSION_CAPS.buffers
+            reason = f"a step of {len(batch.samples)} leaves has {count} tensors, a lease at most {most}"
+            hint = "raise microbatch_size or accumulate_grad_batches, lower batch_size, or use --update sync"
+            self._on_error(JobError("batch_size", reason, hint))
+            return None
+        return BlockData(batch.structure, batch.packed, batch.samples, [_buffer(tensor) for tensor in batch.tensors])
+
+    def batch(self, step: int, block: Block) -> Batch | None:
+        """The block's batch as it was read, or None, as ``data`` says."""
+        opened = self._opened[step]
+        plan = opened.plan
         chunks = []
         for number in self._numbers(block):
             if not opened.asked(number):
@@ -315,15 +341,9 @@ class Loader:
             structure, tensors = reads[0]
             begin = (block.start - chunks[0].first) * plan.leaf_samples
             rows = [tensor[begin : begin + plan.samples_in(*block)] for tensor in tensors]
-            return BlockData(structure, True, samples, [_buffer(tensor) for tensor in rows])
+            return Batch(structure, True, samples, rows)
         structure = joined([read.structure for read in reads])
-        flat = [tensor for read in reads for tensor in read.tensors]
-        if len(flat) > SESSION_CAPS.buffers:  # only a lease that is a whole step can have so many
-            reason = f"a step of {len(samples)} leaves has {len(flat)} tensors, a lease at most {SESSION_CAPS.buffers}"
-            hint = "raise microbatch_size or accumulate_grad_batches, lower batch_size, or use --update sync"
-            self._on_error(JobError("batch_size", reason, hint))
-            return None
-        return BlockData(structure, False, samples, [_buffer(tensor) for tensor in flat])
+        return Batch(structure, False, samples, [tensor for read in reads for tensor in read.tensors])
 
     async def aclose(self) -> None:
         """Stop reading; waits for reads under way."""

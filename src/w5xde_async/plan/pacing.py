@@ -28,7 +28,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from w5xde_async.config import TIME, TIME_OR_0, Config, number, setting, whole
+from w5xde_async.config import TIME, TIME_OR_0, Config, number, one_of, setting, whole
 from w5xde_async.errors import need
 from w5xde_async.plan.sharing import Cost
 
@@ -57,6 +57,10 @@ class PacingConfig(Config):
     target_lease_s: float = setting(0.03, "", TIME_OR_0)
     min_lease_s: float = setting(0.005, "", TIME_OR_0)
     whole_step_s: float = setting(0.004, "", TIME_OR_0)
+    short_steps: str = setting(
+        "here", "who computes steps that take less time than their way to a worker: here, the coordinator in place of "
+        "a worker on its machine, or workers", one_of("here", "workers", metavar="WHO"), "workers",
+    )  # fmt: skip
     leases_ahead: int = setting(
         2, "leases that a worker has at once, the one it computes included; more where they come late over a slow line",
         whole(1), "workers",

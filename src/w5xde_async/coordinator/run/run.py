@@ -22,6 +22,7 @@ from w5xde_async.coordinator.run.resume import KeptState
 from w5xde_async.coordinator.run.spec import Prepared, RunSpec, Strategy
 from w5xde_async.coordinator.run.strategy import change_strategy
 from w5xde_async.coordinator.run.strategy_chooser import StrategyChooser, chosen
+from w5xde_async.coordinator.sync.in_place import InPlace
 from w5xde_async.coordinator.sync.recomputation import Recomputation
 from w5xde_async.coordinator.sync.training import StepJournal, SyncTraining
 from w5xde_async.coordinator.training import Commit, History, Hooks, RunContext, Training
@@ -32,6 +33,7 @@ from w5xde_async.plan.strategy_choice import Choice
 from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.events import Best, Bus, SampleLeftOut, Warned
 from w5xde_async.updates.sync import SyncRule
+from w5xde_async.users_code import time_limit
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import ByeCode, Welcome
 
@@ -313,10 +315,14 @@ def make_training(
         config.silence_s, update.rule, update.codec, update.downlink_codec.name, update.feedback,
     )  # fmt: skip
     if isinstance(strategy.rule, SyncRule):
+        in_place = None
+        if config.pacing.short_steps == "here" and update.plain and spec.growing is None and time_limit.is_free():
+            in_place = InPlace(job, context.loader, spec.state, strategy.rule)
         return SyncTraining(
             context, Greeting(message=message, layout=spec.layout, segment=spec.segment if update.plain else None),
             strategy.rule, growing=spec.growing,
             recomputation=Recomputation(job, context.loader, spec.state, strategy.rule), journal=journal,
+            in_place=in_place,
         )  # fmt: skip
     inner = strategy.inner
     buffers = [(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else []

@@ -11,11 +11,13 @@ are added as they come.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from w5xde_async.compute.block import ComputedBlock
 from w5xde_async.coordinator.parameters.aggregator import StepState
 from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.sync.context import SyncContext
@@ -29,7 +31,7 @@ from w5xde_async.hub.work.claims import Claims
 from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.leases import FailedWork
-from w5xde_async.plan.ledger import BlockGrant
+from w5xde_async.plan.ledger import COORDINATOR, BlockGrant
 from w5xde_async.plan.numerics import EXACT
 from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import BufferSpec
@@ -465,12 +467,37 @@ class Results:
                 self._verdicts.dropped(lease, bucket)
         for bucket in missing:
             store.count(block, bucket, present=bucket in reference.present)
-        self._ledger.finish(grant.lease)
-        self._loader.finished(grant.step, block)
         names, metrics = reference.metric_names, reference.metrics
-        done = Done(grant.lease, reference.losses, names, metrics, reference.untouched, (), 0, 0.0, 0.0)
-        step.note(block, done)
-        self._phase.used(leaves=block.num_leaves)
+        self._finish_own(
+            step, grant, Done(grant.lease, reference.losses, names, metrics, reference.untouched, (), 0, 0.0, 0.0)
+        )
+
+    def count_whole(self, step: int, computed: ComputedBlock, seconds: float) -> None:
+        """The coordinator has computed the whole current step, which nobody has begun, in so many seconds."""
+        state, run = self._aggregator.step, self._context.run
+        assert state is not None
+        leaves = state.plan.num_leaves
+        block = Block(0, leaves)
+        most = 1 << (leaves - 1).bit_length()
+        grant = self._ledger.grant(COORDINATOR, step, most, now=run.clock(), deadline_s=math.inf)
+        assert grant is not None
+        assert grant.block == block
+        vector, result = self._store.vector(block), computed.vectors[-1]
+        for bucket in range(len(self._layout.result_buckets)):
+            if present := bucket not in computed.absent:
+                vector.buckets[bucket].copy_(result.buckets[bucket])
+            self._store.count(block, bucket, present=present)
+        names, metrics = computed.metric_names, computed.metrics
+        self._finish_own(
+            state, grant, Done(grant.lease, computed.losses, names, metrics, computed.untouched, (), 0, 0.0, 0.0)
+        )
+        run.history.contributions.add_own(leaves, state.plan.num_samples, seconds)
+
+    def _finish_own(self, step: StepState, grant: BlockGrant, done: Done) -> None:
+        self._ledger.finish(grant.lease)
+        self._loader.finished(grant.step, grant.block)
+        step.note(grant.block, done)
+        self._phase.used(leaves=grant.block.num_leaves)
 
     def blame(self, failed_work: FailedWork, traceback: str) -> None:
         """End the run over a leaf."""

@@ -24,6 +24,7 @@ from w5xde_async.coordinator.parameters.publisher import LivePublisher, Piece, P
 from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.sync.batch_growth import AHEAD, BatchGrowth
 from w5xde_async.coordinator.sync.context import SyncContext
+from w5xde_async.coordinator.sync.in_place import InPlace
 from w5xde_async.coordinator.sync.recomputation import Recomputation
 from w5xde_async.coordinator.sync.results import Results
 from w5xde_async.coordinator.sync.verification import FinishedBlock, Machine, Numerics, Ruling, Verification
@@ -77,10 +78,10 @@ class SyncTraining:
 
     def __init__(
         self, context: RunContext, greeting: Greeting, rule: SyncRule, *, growing: BatchGrowth | None = None,
-        recomputation: Recomputation | None = None, journal: StepJournal | None = None,
+        recomputation: Recomputation | None = None, journal: StepJournal | None = None, in_place: InPlace | None = None,
     ) -> None:  # fmt: skip
         """``growing``: of a batch that grows; its plan takes the place of the context's sampler. ``recomputation``: who
-        computes what workers do not agree about, or fail on.
+        computes what workers do not agree about, or fail on; ``in_place``: who computes steps too short to be sent.
         """
         config, clock, layout, state = context.config, context.clock, context.layout, context.state
         update, first_step = config.update, context.history.step
@@ -114,7 +115,8 @@ class SyncTraining:
         self.aggregator = Aggregator(context, rule, self.store, self.publisher, keep=keep)
         if deltas is not None:
             catch_up = CatchUp(deltas, self.aggregator, self.roster.sessions, self.lifecycle.fail)
-        self._recomputation = recomputation
+        self._recomputation, self._in_place = recomputation, in_place
+        self._sent_out = first_step  # which step workers compute although such steps are computed here
         shared = SyncContext(
             context, self.phase, self.ledger, self.store, self.aggregator, self.sampler, recomputation
         )  # fmt: skip
@@ -156,9 +158,15 @@ class SyncTraining:
                 await self._ordering.wait(self.version, self.total_steps)
             self._open_steps()
             self._receive()
-            self.schedule()
-            if not await self._collect() or not await self._may_commit():
+            if self._compute_here():
+                await asyncio.sleep(0)  # whatever else there is to do
+            else:
+                self._send_out()
+                if not await self._collect():
+                    break
+            if not await self._may_commit():
                 break
+            self._prove()
             await self._commit()
         if self.lifecycle.failure is not None:
             raise self.lifecycle.failure
@@ -173,6 +181,8 @@ class SyncTraining:
         self._closing = True
         await self.context.loader.aclose()
         await self.aggregator.aclose()
+        if self._in_place is not None:
+            self._in_place.close()
 
     def _open_steps(self) -> None:
         """Open the current step and the next, so that a worker's next lease is there before the version is.
@@ -224,6 +234,48 @@ class SyncTraining:
             except TimeoutError:
                 return False
         return False
+
+    @property
+    def _computes_here(self) -> bool:
+        """Whether steps are computed here, in place of a worker."""
+        in_place, sessions = self._in_place, self.roster.sessions
+        if in_place is None or not self.phase.may_lease():
+            return False
+        membership = self.roster.membership
+        return in_place.stands_in(
+            lambda session: sessions.get(session.worker_id) is session and membership.is_ready(session.worker_id),
+            lambda: [sessions[worker] for worker in membership.ready_ids],
+        )
+
+    def _compute_here(self) -> bool:
+        """Compute the current step, where such steps are computed here and nobody has begun it. Whether it is done."""
+        step = self.version
+        if step not in self.ledger.open_steps or self.lifecycle.failure is not None or not self._computes_here:
+            return False
+        leaves, began = self.ledger.num_leaves(step), self.context.clock()
+        assert self._in_place is not None
+        if leaves > self.context.loader.max_block_leaves or self.ledger.free_leaves(step) < leaves:
+            return False
+        computed = None if self.verification.holding else self._in_place.compute(self.sampler.plan(step))
+        if computed is None:
+            return False
+        self.results.count_whole(step, computed, self.context.clock() - began)
+        self._in_place.release(computed)
+        return True
+
+    def _send_out(self) -> None:
+        """Have workers compute the current step."""
+        self._sent_out = step = self.version
+        if self._in_place is not None and step in self.ledger.open_steps:
+            if self.ledger.num_leaves(step) <= self.context.loader.max_block_leaves:
+                self._in_place.expect(self.sampler.plan(step))
+        self.schedule()
+
+    def _prove(self) -> None:
+        """Compare the complete step with what is computed of it here, where that is to be known."""
+        step = self.aggregator.step
+        if self._in_place is not None and step is not None and self._in_place.wants_proof:
+            self._in_place.prove(step.plan, self.store.pieces(Block(0, step.plan.num_leaves)))
 
     async def _settle(self) -> bool:
         """Do what is decided of held blocks, one after the other. False when there was nothing."""
@@ -301,6 +353,8 @@ class SyncTraining:
         self.phase.used(samples=plan.num_samples)
         seconds, self._last_commit = now - self._last_commit, now
         self._watch_update(seconds, phases_s["apply"])
+        if self._in_place is not None:
+            self._in_place.took(seconds)
         self.roster.contributions.skip(applied.skipped)
         if applied.skipped and self.rule.scale is None:
             self.phase.warn(f"step {self.version} was skipped: its gradient is not finite")
@@ -365,6 +419,8 @@ class SyncTraining:
         steps = self.ledger.open_steps
         if self.lifecycle.stopping:
             steps = steps[:1]
+        if self._in_place is not None and self._computes_here:
+            steps = steps[:1] if self._sent_out == self.version else []
         now = self.context.clock()
         for grant in self.verification.leases(self.roster.membership.ready_ids):
             self.scheduler.send(grant)
@@ -502,6 +558,8 @@ class SyncTraining:
         step = self.aggregator.step
         assert step is not None
         samples = step.plan.samples_in(*grant.block)
+        if self._in_place is not None:
+            self._in_place.watch(session, done, whole=grant.block.num_leaves == step.plan.num_leaves)
         self.phase.credit(session.worker_id, grant.block.num_leaves, samples, done)
 
     def _quarantine(self, worker: str, session: Session | None, reason: str) -> None:

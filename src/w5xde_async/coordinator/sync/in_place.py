@@ -1,0 +1,210 @@
+"""Steps that are too short to be sent: the coordinator computes them in a worker's place.
+
+A small step's messages take longer than its leaves. One that is not shared out anyway (``plan.pacing``), and that a
+worker on this machine computes on its CPU, is computed here as well: on the event loop, with an engine of its own, as
+small updates are made there.
+
+Who computes may depend on the clock only where nothing else does. So the worker is asked first: ``_SETTLED`` steps show
+what a step takes by way of it, and results of the next ``_PROOFS`` are computed here too, at the same parameters, and
+must be the same to the bit. From then on steps are computed here, as long as that takes less time and such a worker is
+present. One that fails here, or takes ``_LONGEST_S``, ends it for good: workers compute that step, and tell what is
+wrong with it.
+
+Memory: the model once more, two result vectors and the activations of one leaf.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from w5xde_async.compute.block import ComputedBlock, Task
+from w5xde_async.compute.engine import Engine
+from w5xde_async.data.loader import Batch, Loader
+from w5xde_async.hub.members.session import Session
+from w5xde_async.job import Job
+from w5xde_async.params.flat import FlatState
+from w5xde_async.plan.numerics import EXACT
+from w5xde_async.plan.sampler import StepPlan
+from w5xde_async.plan.tree import Block
+from w5xde_async.updates.sync import SyncRule
+from w5xde_async.users_code import Overdue, time_limit, users_code
+from w5xde_async.wire.messages import Done
+
+logger = logging.getLogger(__name__)
+
+_SETTLED = 16  # steps by way of workers, and steps here, of which the medians are compared
+_PROOFS = 4
+_MOST_BYTES = 4 << 20  # of a result: it is copied on the loop
+_LONGEST_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How a worker computes, by what it says."""
+
+    device_name: str
+    threads: int
+    torch_version: str
+
+
+class InPlace:
+    """Computes whole steps of ``job`` at ``state``'s parameters. All of it on the event loop's thread."""
+
+    def __init__(self, job: Job, loader: Loader, state: FlatState, rule: SyncRule) -> None:
+        self._job, self._loader, self._state, self._rule = job, loader, state, rule
+        self._engine: Engine | None = None
+        self._over = rule.layout.vector_bytes > _MOST_BYTES or job.local_data is not None
+        self._proofs: dict[_Kind, int] = {}  # steps that were the same to the bit; -1: one was not
+        self._by: Session | None = None  # in whose place steps are computed
+        self._watched: tuple[Session, Done] | None = None  # who has computed the whole of the step under way
+        self._batch: Batch | None = None  # of the step under way, where it may be compared
+        self._computed = self._compared = False  # the step under way was computed here; in place of a worker, or beside
+        self._there: deque[float] = deque(maxlen=_SETTLED)  # seconds of steps by way of workers
+        self._here: deque[float] = deque(maxlen=_SETTLED)  # and of those that were computed here
+
+    # -- whether -------------------------------------------------------------------------------------------
+
+    def stands_in(self, is_member: Callable[[Session], bool], members: Callable[[], Iterable[Session]]) -> bool:
+        """Whether steps are computed here now: in place of a worker that is a member."""
+        if self._by is None or self._over:
+            return False
+        if not is_member(self._by):
+            kind = _kind(self._by)
+            self._by = next((one for one in members() if _kind(one) == kind), None)
+        return self._by is not None
+
+    def watch(self, session: Session, done: Done, *, whole: bool) -> None:
+        """A worker's block counts in the step under way; ``whole``: it is all of that."""
+        self._watched = (session, done) if whole and not self._over else None
+
+    def expect(self, plan: StepPlan) -> None:
+        """Workers compute the next step: keep its data, should it be compared."""
+        if self._by is None and not self._over and len(self._there) == _SETTLED:
+            self._batch = self._loader.batch(plan.step, Block(0, plan.num_leaves))
+
+    @property
+    def wants_proof(self) -> bool:
+        """Whether the complete step is to be computed here too, and compared."""
+        if self._watched is None or self._batch is None or self._over:
+            return False
+        kind = _kind(self._watched[0])
+        return kind is not None and self._proofs.get(kind, 0) >= 0
+
+    def took(self, seconds: float) -> None:
+        """A step was committed that long after the one before."""
+        if self._computed:
+            self._here.append(seconds)
+            if len(self._here) == _SETTLED and statistics.median(self._here) > statistics.median(self._there):
+                logger.debug("steps are computed by workers again: that takes less time")
+                self._over = True
+        elif self._watched is not None and not self._compared:
+            self._there.append(seconds)
+        self._watched = self._batch = None
+        self._computed = self._compared = False
+
+    # -- how -----------------------------------------------------------------------------------------------
+
+    def prove(self, plan: StepPlan, pieces: list[Tensor]) -> None:
+        """Compare the step that a worker has computed, whose sums lie in ``pieces``, one for each result bucket, with
+        what is computed here."""
+        assert self._watched is not None
+        assert self._batch is not None
+        session, done = self._watched
+        kind = _kind(session)
+        assert kind is not None
+        self._compared = True
+        own = self._compute(plan, self._batch, kind.threads)
+        if own is None:
+            return
+        if own.splits != done.splits:
+            self._over = True  # one of the two lacks memory
+        elif not _same(own, done, pieces):
+            self._proofs[kind] = -1
+            logger.debug("results of %s have other bits than those computed here", session.name)
+        else:
+            self._proofs[kind] = self._proofs.get(kind, 0) + 1
+            if self._proofs[kind] == _PROOFS:
+                self._by = session
+        self._release(own)
+
+    def compute(self, plan: StepPlan) -> ComputedBlock | None:
+        """The whole step. None where it is to be computed by workers after all. ``release`` follows."""
+        kind = None if self._by is None else _kind(self._by)
+        batch = None if kind is None else self._loader.batch(plan.step, Block(0, plan.num_leaves))
+        computed = None if kind is None or batch is None else self._compute(plan, batch, kind.threads)
+        self._computed = computed is not None
+        return computed
+
+    def release(self, computed: ComputedBlock) -> None:
+        """What ``compute`` gave was used."""
+        self._release(computed)
+
+    def _release(self, computed: ComputedBlock) -> None:
+        assert self._engine is not None
+        for vector in computed.vectors:
+            self._engine.release(vector)
+
+    def _compute(self, plan: StepPlan, batch: Batch, threads: int) -> ComputedBlock | None:
+        task = Task(
+            step=plan.step, start=0, samples=batch.samples, loss_scale=self._rule.loss_scale,
+            structure=batch.structure, packed=batch.packed,
+            tensors=[tensor.clone() for tensor in batch.tensors],  # a step may write into its batch
+        )  # fmt: skip
+        before = torch.get_num_threads()
+        try:
+            if threads != before:
+                torch.set_num_threads(threads)
+            with time_limit(_LONGEST_S), users_code():
+                engine = self._engine
+                if engine is None:
+                    engine = self._engine = Engine(self._job, bucket_bytes=self._rule.layout.bucket_bytes)
+                engine.incoming.copy_groups(self._state)
+                engine.load(range(len(engine.layout.buckets)))
+                return engine.compute(task, _nowhere)
+        except (Exception, Overdue) as error:  # whatever it is: a worker will say it of the step, if it holds there too
+            logger.info("steps are computed by workers from now on step=%d error=%s", plan.step, error)
+            self._over = True
+            return None
+        finally:
+            if threads != before:
+                torch.set_num_threads(before)
+
+    def close(self) -> None:
+        """Give the engine's memory back."""
+        self._over, self._by = True, None
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+def _nowhere(bucket: int, vector: object) -> None:
+    """Results are taken when the step is complete."""
+
+
+def _kind(session: Session) -> _Kind | None:
+    """How a worker computes in whose place the coordinator can; None for any other."""
+    said = session.ready
+    if said is None or session.ranks > 1 or not session.link.same_host:
+        return None
+    if said.device.partition(":")[0] != "cpu" or said.numerics != EXACT or said.torch_version != torch.__version__:
+        return None
+    return _Kind(said.device_name, max(said.threads, 1), said.torch_version)
+
+
+def _same(own: ComputedBlock, done: Done, pieces: list[Tensor]) -> bool:
+    """Whether what was computed here is what a worker has sent, to the bit."""
+    said = (done.losses, done.metric_names, done.metrics, done.untouched, tuple(sorted(done.absent)))
+    if repr(said) != repr((own.losses, own.metric_names, own.metrics, own.untouched, tuple(sorted(own.absent)))):
+        return False
+    vector = own.vectors[-1]
+    return all(
+        bucket in own.absent or torch.equal(piece.view(torch.uint8), vector.buckets[bucket].view(torch.uint8))
+        for bucket, piece in enumerate(pieces)
+    )
