@@ -48,22 +48,24 @@ class Overdue(BaseException):
 class time_limit:
     """Calls of the user's code on the main thread: after ``seconds`` they are interrupted, by Overdue.
 
-    Also where they sleep or wait for a lock, by a signal (SIGALRM); not inside of a library's own code. ``is_free``:
-    whether nobody else in this process has a use for that signal.
+    Also where they sleep or wait for a lock, by a signal (SIGALRM); not inside of a library's own code. To be used only
+    where the signal ``is_free``, and until ``close``.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self._seconds, self._waits = seconds, False
 
     @staticmethod
     def is_free() -> bool:
-        """Whether ``with time_limit`` may be used: on the main thread of a system that has the signal, unused."""
+        """Whether this is the main thread of a process that has no other use for the signal."""
         if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
             return False
         return signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
     def __enter__(self) -> None:
-        signal.signal(signal.SIGALRM, self._interrupt)
+        if not self._waits:
+            signal.signal(signal.SIGALRM, self._interrupt)
+            self._waits = True
         signal.setitimer(signal.ITIMER_REAL, self._seconds)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -73,4 +75,9 @@ class time_limit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def close(self) -> None:
+        """Others may have the signal again."""
+        if self._waits:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            self._waits = False

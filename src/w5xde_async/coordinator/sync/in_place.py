@@ -63,6 +63,9 @@ class InPlace:
         self._over = rule.layout.vector_bytes > _MOST_BYTES or job.local_data is not None
         self._proofs: dict[_Kind, int] = {}  # steps that were the same to the bit; -1: one was not
         self._by: Session | None = None  # in whose place steps are computed
+        self._kind: _Kind | None = None  # its kind
+        self._limit = time_limit(_LONGEST_S)
+        self._settles = self._patience = _SETTLED  # steps by workers before the first one that is compared
         self._watched: tuple[Session, Done] | None = None  # who has computed the whole of the step under way
         self._batch: Batch | None = None  # of the step under way, where it may be compared
         self._computed = self._compared = False  # the step under way was computed here; in place of a worker, or beside
@@ -76,8 +79,7 @@ class InPlace:
         if self._by is None or self._over:
             return False
         if not is_member(self._by):
-            kind = _kind(self._by)
-            self._by = next((one for one in members() if _kind(one) == kind), None)
+            self._by = next((one for one in members() if _kind(one) == self._kind), None)
         return self._by is not None
 
     def watch(self, session: Session, done: Done, *, whole: bool) -> None:
@@ -86,7 +88,7 @@ class InPlace:
 
     def expect(self, plan: StepPlan) -> None:
         """Workers compute the next step: keep its data, should it be compared."""
-        if self._by is None and not self._over and len(self._there) == _SETTLED:
+        if self._by is None and not self._over and self._settles <= 0:
             self._batch = self._loader.batch(plan.step, Block(0, plan.num_leaves))
 
     @property
@@ -102,9 +104,11 @@ class InPlace:
         if self._computed:
             self._here.append(seconds)
             if len(self._here) == _SETTLED and statistics.median(self._here) > statistics.median(self._there):
-                logger.debug("steps are computed by workers again: that takes less time")
-                self._over = True
+                self._patience *= 4  # a machine that was busy with something else may have both, later
+                self._settles, self._by = self._patience, None
+                self._here.clear()
         elif self._watched is not None and not self._compared:
+            self._settles -= 1
             self._there.append(seconds)
         self._watched = self._batch = None
         self._computed = self._compared = False
@@ -130,15 +134,15 @@ class InPlace:
             logger.debug("results of %s have other bits than those computed here", session.name)
         else:
             self._proofs[kind] = self._proofs.get(kind, 0) + 1
-            if self._proofs[kind] == _PROOFS:
-                self._by = session
+            if self._proofs[kind] >= _PROOFS:
+                self._by, self._kind = session, kind
         self._release(own)
 
     def compute(self, plan: StepPlan) -> ComputedBlock | None:
         """The whole step. None where it is to be computed by workers after all. ``release`` follows."""
-        kind = None if self._by is None else _kind(self._by)
-        batch = None if kind is None else self._loader.batch(plan.step, Block(0, plan.num_leaves))
-        computed = None if kind is None or batch is None else self._compute(plan, batch, kind.threads)
+        assert self._kind is not None
+        batch = self._loader.batch(plan.step, Block(0, plan.num_leaves))
+        computed = None if batch is None else self._compute(plan, batch, self._kind.threads)
         self._computed = computed is not None
         return computed
 
@@ -161,7 +165,7 @@ class InPlace:
         try:
             if threads != before:
                 torch.set_num_threads(threads)
-            with time_limit(_LONGEST_S), users_code():
+            with self._limit, users_code():
                 engine = self._engine
                 if engine is None:
                     engine = self._engine = Engine(self._job, bucket_bytes=self._rule.layout.bucket_bytes)
@@ -179,6 +183,7 @@ class InPlace:
     def close(self) -> None:
         """Give the engine's memory back."""
         self._over, self._by = True, None
+        self._limit.close()
         if self._engine is not None:
             self._engine.close()
             self._engine = None

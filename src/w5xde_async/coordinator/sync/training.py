@@ -256,7 +256,9 @@ class SyncTraining:
         assert self._in_place is not None
         if leaves > self.context.loader.max_block_leaves or self.ledger.free_leaves(step) < leaves:
             return False
-        computed = None if self.verification.holding else self._in_place.compute(self.sampler.plan(step))
+        under_way = self.aggregator.step
+        assert under_way is not None
+        computed = None if self.verification.holding else self._in_place.compute(under_way.plan)
         if computed is None:
             return False
         self.results.count_whole(step, computed, self.context.clock() - began)

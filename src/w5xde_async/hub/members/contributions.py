@@ -21,7 +21,8 @@ class Contributions:
         self._sent = self._received = 0
         self._shares: dict[str, WorkerShare] = {}
         self._left: dict[str, tuple[str, float]] = {}  # name, where no identity was proved -> its key, when it left
-        self._own: WorkerShare | None = None
+        self._own_leaves = self._own_samples = 0  # what the coordinator has computed itself
+        self._own_s = 0.0
         self.steps_skipped = 0  #: without an update: their gradient was not finite
         self.residuals_lost = 0  #: workers that vanished with what a lossy codec had left out
 
@@ -51,11 +52,9 @@ class Contributions:
 
     def add_own(self, leaves: int, samples: int, compute_s: float) -> None:
         """The coordinator has computed something itself that counts."""
-        done = WorkerShare(
-            name="coordinator", device="cpu", leaves=leaves, samples=samples, compute_s=compute_s, wait_s=0.0,
-            bytes_sent=0, bytes_received=0,
-        )  # fmt: skip
-        self._own = done if self._own is None else self._own + done
+        self._own_leaves += leaves
+        self._own_samples += samples
+        self._own_s += compute_s
 
     def traffic(self, sessions: Iterable[Session]) -> tuple[int, int]:
         """Bytes sent and received so far, those of ``sessions`` included."""
@@ -69,8 +68,13 @@ class Contributions:
 
     def shares(self) -> tuple[WorkerShare, ...]:
         """Every worker's share, and the coordinator's where it has one, most leaves first."""
-        own = () if self._own is None else (self._own,)
-        return tuple(sorted((*self._shares.values(), *own), key=lambda share: (-share.leaves, share.name)))
+        shares = list(self._shares.values())
+        if self._own_leaves:
+            shares.append(WorkerShare(
+                name="coordinator", device="cpu", leaves=self._own_leaves, samples=self._own_samples,
+                compute_s=self._own_s, wait_s=0.0, bytes_sent=0, bytes_received=0,
+            ))  # fmt: skip
+        return tuple(sorted(shares, key=lambda share: (-share.leaves, share.name)))
 
 
 def _share(member: Member, session: Session, name: str) -> WorkerShare:

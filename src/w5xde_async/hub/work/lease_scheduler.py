@@ -169,6 +169,7 @@ class LeaseScheduler:
             self._look_again()
         for worker in self._ledger.eased():
             self._queue(worker)
+        self.look_again_at = math.inf
         if steps:
             self._close_before(steps[0])
             self._grant(steps, now, has_credit, hold_back)
@@ -381,7 +382,7 @@ class LeaseScheduler:
     # -- backups -------------------------------------------------------------------------------------------
 
     def _back_up(self, step: int, now: float, has_credit: Callable[[str], bool]) -> None:
-        ledger, self.look_again_at = self._ledger, math.inf
+        ledger = self._ledger
         if ledger.free_leaves(step) or ledger.complete(step):
             return
         while (first := self._first_late(step)) is not None:
