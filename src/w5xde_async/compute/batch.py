@@ -141,9 +141,10 @@ def leaves_of(
         total = sum(samples)
         if any(tensor.dim() == 0 or tensor.shape[0] != total for tensor in tensors):
             raise MalformedFrame("a packed batch whose rows are not the leaves' samples")
-        pieces = list(zip(*[torch.split(tensor, list(samples)) for tensor in tensors], strict=True))
-        if not pieces:
+        if not tensors:
             raise MalformedFrame("a packed batch without tensors")
+        sizes = list(samples)  # ``torch.split`` would look at them first, which takes longer than to cut a small batch
+        pieces = zip(*[torch.split_with_sizes(tensor, sizes) for tensor in tensors], strict=True)
         plain = _plain(tree, len(tensors))
         for count, piece in zip(samples, pieces, strict=True):
             aligned = tuple([_aligned(tensor) for tensor in piece])

@@ -2,8 +2,9 @@
 
 A leaf is a forward and a backward pass of its own, and what these cost beside their arithmetic (a call for each
 operator, a sum, a share of a lease) is paid once a leaf. So a step is cut into as many leaves as have enough to
-compute: two at least, with which two workers can share it, and eight at most. The arithmetic is counted by the shapes
-of operators, on tensors without memory: the same on every machine.
+compute: two at least, with which two workers can share it, and eight at most. A step that is over sooner than a second
+worker could be told of its half is one leaf. The arithmetic is counted by the shapes of operators, on tensors without
+memory: the same on every machine.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from w5xde_async.users_code import users_code
 
 #: Operations that are worth a leaf: 20 to 60 ms on a core. A leaf of a small transformer costs 5 ms beside them.
 WORTH_FLOPS = 2 * 10**9
+#: Fewer take a core less than a millisecond, which is what sharing them out costs.
+WORTH_SHARING_FLOPS = 10**7
 _FEWEST, _MOST = 2, 8
 _BACKWARD = 3  # times the operations of the forward pass: it, and twice as many on the way back
 _PROBED = 2  # samples: batch norm refuses one
@@ -52,7 +55,7 @@ def with_leaf_size(job: Job, model: nn.Module) -> Sized:
     if flops is None:
         leaves, reason = _MOST, "operations of the model could not be counted"
     else:
-        leaves = min(_MOST, max(_FEWEST, step // WORTH_FLOPS))
+        leaves = min(_MOST, max(_FEWEST, step // WORTH_FLOPS)) if step >= WORTH_SHARING_FLOPS else 1
         reason = f"a step is {step / 1e9:.3g} GFLOP"
     size = max(1, -(-job.batch_size // (leaves * job.accumulate_grad_batches)))
     return Sized(replace(job, microbatch_size=size), reason, step)
