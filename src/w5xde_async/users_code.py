@@ -49,8 +49,10 @@ class time_limit:
     """Calls of the user's code on the main thread: after ``seconds`` they are interrupted, by Overdue.
 
     Also where they sleep or wait for a lock, by a signal (SIGALRM); not inside of a library's own code. To be used only
-    where the signal ``is_free``, and until ``close``.
+    where the signal ``is_free``, one at a time, and each until ``close``.
     """
+
+    _in_use = 0
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._waits = seconds, False
@@ -60,16 +62,16 @@ class time_limit:
         """Whether this is the main thread of a process that has no other use for the signal."""
         if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
             return False
-        return signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+        return signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, _interrupt) and not any(
+            signal.getitimer(signal.ITIMER_REAL)
+        )
 
     def __enter__(self) -> None:
         if not self._waits:
-            signal.signal(signal.SIGALRM, self._interrupt)
+            signal.signal(signal.SIGALRM, _interrupt)
             self._waits = True
+            time_limit._in_use += 1
         signal.setitimer(signal.ITIMER_REAL, self._seconds)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        raise Overdue(f"it took longer than {self._seconds:g} s")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -77,7 +79,13 @@ class time_limit:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def close(self) -> None:
-        """Others may have the signal again."""
+        """Others may have the signal again, once nobody here uses it."""
         if self._waits:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             self._waits = False
+            time_limit._in_use -= 1
+            if not time_limit._in_use:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Overdue("it took longer than it may")

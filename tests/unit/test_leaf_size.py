@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from w5xde_async.compute.leaf_size import WORTH_FLOPS, with_leaf_size
+from w5xde_async.compute.leaf_size import WORTH_FLOPS, WORTH_SHARING_FLOPS, with_leaf_size
 from w5xde_async.job import Job, build_model
 
 
@@ -49,8 +49,16 @@ def test_leaves_follow_from_the_arithmetic(layers: int, expected: int) -> None:
     assert why == f"a step is {flops / 1e9:.3g} GFLOP"
 
 
+@pytest.mark.parametrize(("width", "expected"), [(64, 1), (144, 1), (192, 2)])
+def test_a_step_that_is_over_before_a_second_worker_has_its_half_is_one_leaf(width: int, expected: int) -> None:
+    given = job(square(width, 1), width)
+    told, _, counted = with_leaf_size(given, build_model(given))
+    assert (counted >= WORTH_SHARING_FLOPS) == (expected == 2)
+    assert (leaves(told), told.microbatch_size) == (expected, 64 // expected)
+
+
 def test_leaves_have_whole_microbatches_of_those_that_are_accumulated() -> None:
-    given = job(square(8, 1), 8, batch=60, accumulate_grad_batches=5)
+    given = job(square(512, 1), 512, batch=60, accumulate_grad_batches=5)
     told, _, _ = with_leaf_size(given, build_model(given))
     assert (told.microbatch_size, told.leaf_samples, leaves(told)) == (6, 30, 2)
 
@@ -61,7 +69,7 @@ def test_model_batch_and_random_numbers_stay_as_they_were() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.random.get_rng_state()
     told, why, _ = with_leaf_size(given, model)
-    assert leaves(told) == 2
+    assert leaves(told) == 1
     assert "GFLOP" in why
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -117,4 +125,4 @@ def test_tied_weights_and_shared_buffers_stay_tied() -> None:
 
     data = TensorDataset(torch.randint(0, 4, (64,)), torch.randint(0, 4, (64,)))
     given = job(Tied, 1, dataset=data)
-    assert leaves(with_leaf_size(given, build_model(given))[0]) == 2
+    assert with_leaf_size(given, build_model(given)).step_flops > 0

@@ -67,7 +67,7 @@ class InPlace:
         self._limit = time_limit(_LONGEST_S)
         self._settles = self._patience = _SETTLED  # steps by workers before the first one that is compared
         self._watched: tuple[Session, Done] | None = None  # who has computed the whole of the step under way
-        self._batch: Batch | None = None  # of the step under way, where it may be compared
+        self._batch: Batch | None = None  # of the step under way, where it is computed here
         self._computed = self._compared = False  # the step under way was computed here; in place of a worker, or beside
         self._there: deque[float] = deque(maxlen=_SETTLED)  # seconds of steps by way of workers
         self._here: deque[float] = deque(maxlen=_SETTLED)  # and of those that were computed here
@@ -83,7 +83,7 @@ class InPlace:
         return self._by is not None
 
     def watch(self, session: Session, done: Done, *, whole: bool) -> None:
-        """A worker's block counts in the step under way; ``whole``: it is all of that."""
+        """A worker's block counts in the step under way; ``whole``: it is all of that, and the step is short."""
         self._watched = (session, done) if whole and not self._over else None
 
     def expect(self, plan: StepPlan) -> None:
@@ -138,11 +138,16 @@ class InPlace:
                 self._by, self._kind = session, kind
         self._release(own)
 
+    def has_data(self, plan: StepPlan) -> bool:
+        """Whether the step's data has been read, for ``compute``; else the loader says when it is."""
+        self._batch = self._loader.batch(plan.step, Block(0, plan.num_leaves))
+        return self._batch is not None
+
     def compute(self, plan: StepPlan) -> ComputedBlock | None:
         """The whole step. None where it is to be computed by workers after all. ``release`` follows."""
         assert self._kind is not None
-        batch = self._loader.batch(plan.step, Block(0, plan.num_leaves))
-        computed = None if batch is None else self._compute(plan, batch, self._kind.threads)
+        assert self._batch is not None
+        computed = self._compute(plan, self._batch, self._kind.threads)
         self._computed = computed is not None
         return computed
 

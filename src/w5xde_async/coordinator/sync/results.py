@@ -472,14 +472,14 @@ class Results:
             step, grant, Done(grant.lease, reference.losses, names, metrics, reference.untouched, (), 0, 0.0, 0.0)
         )
 
-    def count_whole(self, step: int, computed: ComputedBlock, seconds: float) -> None:
+    def count_whole(self, computed: ComputedBlock, seconds: float) -> None:
         """The coordinator has computed the whole current step, which nobody has begun, in so many seconds."""
         state, run = self._aggregator.step, self._context.run
         assert state is not None
         leaves = state.plan.num_leaves
         block = Block(0, leaves)
         most = 1 << (leaves - 1).bit_length()
-        grant = self._ledger.grant(COORDINATOR, step, most, now=run.clock(), deadline_s=math.inf)
+        grant = self._ledger.grant(COORDINATOR, state.plan.step, most, now=run.clock(), deadline_s=math.inf)
         assert grant is not None
         assert grant.block == block
         vector, result = self._store.vector(block), computed.vectors[-1]

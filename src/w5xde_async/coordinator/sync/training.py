@@ -43,7 +43,7 @@ from w5xde_async.plan.leases import Grant
 from w5xde_async.plan.ledger import BlockGrant, Ledger
 from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.plan.pacing import Pacing
-from w5xde_async.plan.sampler import Steps
+from w5xde_async.plan.sampler import StepPlan, Steps
 from w5xde_async.plan.tree import Block
 from w5xde_async.plan.verification import Audit, Count, Discard, Quarantine, Recompute
 from w5xde_async.store.failpoints import failpoint
@@ -158,7 +158,13 @@ class SyncTraining:
                 await self._ordering.wait(self.version, self.total_steps)
             self._open_steps()
             self._receive()
-            if self._compute_here():
+            here = self._for_here
+            if here is not None and not here.has_data(self._plan_under_way):
+                if self.lifecycle.failure is None and not self.lifecycle.stopping:
+                    self.lifecycle.wake.clear()
+                    await self.lifecycle.wake.wait()
+                continue
+            if here is not None and self._compute_here(here):
                 await asyncio.sleep(0)  # whatever else there is to do
             else:
                 self._send_out()
@@ -247,22 +253,29 @@ class SyncTraining:
             lambda: [sessions[worker] for worker in membership.ready_ids],
         )
 
-    def _compute_here(self) -> bool:
-        """Compute the current step, where such steps are computed here and nobody has begun it. Whether it is done."""
-        step = self.version
-        if step not in self.ledger.open_steps or self.lifecycle.failure is not None or not self._computes_here:
-            return False
-        leaves, began = self.ledger.num_leaves(step), self.context.clock()
-        assert self._in_place is not None
-        if leaves > self.context.loader.max_block_leaves or self.ledger.free_leaves(step) < leaves:
-            return False
-        under_way = self.aggregator.step
-        assert under_way is not None
-        computed = None if self.verification.holding else self._in_place.compute(under_way.plan)
+    @property
+    def _plan_under_way(self) -> StepPlan:
+        assert self.aggregator.step is not None
+        return self.aggregator.step.plan
+
+    @property
+    def _for_here(self) -> InPlace | None:
+        """What computes the current step, where such steps are computed here and nobody has begun it."""
+        step, leaves = self.version, 0
+        if step in self.ledger.open_steps:
+            leaves = self.ledger.num_leaves(step)
+        if not 0 < leaves <= self.context.loader.max_block_leaves or self.ledger.free_leaves(step) < leaves:
+            return None
+        return self._in_place if self._computes_here and not self.verification.holding else None
+
+    def _compute_here(self, in_place: InPlace) -> bool:
+        """Compute the current step here. False where that has failed."""
+        began = self.context.clock()
+        computed = in_place.compute(self._plan_under_way)
         if computed is None:
             return False
-        self.results.count_whole(step, computed, self.context.clock() - began)
-        self._in_place.release(computed)
+        self.results.count_whole(computed, self.context.clock() - began)
+        in_place.release(computed)
         return True
 
     def _send_out(self) -> None:
@@ -509,6 +522,7 @@ class SyncTraining:
             self._look_again = asyncio.get_running_loop().call_later(max(at - now, 0.001), self.schedule)
 
     def data_came(self) -> None:
+        self.lifecycle.wake.set()  # a step that is computed here may wait for it
         if self.lifecycle.failure is None:
             for worker, lease in self.scheduler.read():
                 self.roster.sessions[worker].post_lease(lease.message, lease.buffers)
@@ -561,7 +575,8 @@ class SyncTraining:
         assert step is not None
         samples = step.plan.samples_in(*grant.block)
         if self._in_place is not None:
-            self._in_place.watch(session, done, whole=grant.block.num_leaves == step.plan.num_leaves)
+            short = done.compute_s < self.pacing.config.whole_step_s
+            self._in_place.watch(session, done, whole=short and grant.block.num_leaves == step.plan.num_leaves)
         self.phase.credit(session.worker_id, grant.block.num_leaves, samples, done)
 
     def _quarantine(self, worker: str, session: Session | None, reason: str) -> None:

@@ -1,0 +1,276 @@
+"""When the coordinator computes short steps itself, and in whose place."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.support import jobs
+from torch import Tensor, nn
+
+from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.engine import device_name
+from w5xde_async.coordinator.sync import in_place
+from w5xde_async.coordinator.sync.in_place import InPlace
+from w5xde_async.data.loader import Batch
+from w5xde_async.job import Job, build_model
+from w5xde_async.params.flat import FlatState
+from w5xde_async.params.layout import Layout
+from w5xde_async.plan.sampler import Sampler, StepPlan
+from w5xde_async.updates.sync import SyncRule
+from w5xde_async.users_code import Overdue, time_limit
+from w5xde_async.wire.messages import Done
+
+
+@pytest.fixture(autouse=True)
+def the_signal_is_free(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tests are timed with it."""
+    monkeypatch.setattr(time_limit, "_in_use", 0)
+    handler, left = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, *left)
+
+
+def session(**said: Any) -> Any:
+    ready = {
+        "device": "cpu", "device_name": device_name(torch.device("cpu")), "threads": 1, "numerics": "exact",
+        "torch_version": torch.__version__, **said,
+    }  # fmt: skip
+    return SimpleNamespace(name="w", ranks=1, link=SimpleNamespace(same_host=True), ready=SimpleNamespace(**ready))
+
+
+class Rig:
+    """One ``InPlace``, and who does what in a step."""
+
+    def __init__(self, job: Job | None = None) -> None:
+        self.job = job or jobs.mlp_sgd()
+        model = build_model(self.job)
+        layout = Layout.of(model)
+        state = FlatState(layout)
+        state.copy_from(model)
+        state.adopt(model)
+        sampler = Sampler(num_samples=64, batch_size=8, leaf_samples=8, seed=1)
+        x, y = self.job.dataset[0:8]
+        structure, self.tensors = flatten((x, y))
+        self.batch: Batch | None = Batch(structure, True, (8,), self.tensors)
+        loader: Any = SimpleNamespace(batch=lambda step, block: self.batch)
+        self.in_place = InPlace(self.job, loader, state, SyncRule.of(self.job, model, layout, state))
+        self.plan: StepPlan = sampler.plan(0)
+        self.members: list[Any] = []
+
+    @property
+    def stands_in(self) -> bool:
+        return self.in_place.stands_in(lambda one: one in self.members, lambda: self.members)
+
+    def by_worker(self, worker: Any, seconds: float = 1.0, *, whole: bool = True, changed: float = 0.0) -> bool:
+        """A step by way of a worker. Whether it was compared."""
+        self.in_place.expect(self.plan)
+        done, pieces = self.results()
+        if changed:
+            pieces[0][0] += changed
+        self.in_place.watch(worker, done, whole=whole)
+        if compared := self.in_place.wants_proof:
+            self.in_place.prove(self.plan, pieces)
+        self.in_place.took(seconds)
+        return compared
+
+    def here(self, seconds: float) -> bool:
+        """A step computed here. Whether it was."""
+        assert self.in_place.has_data(self.plan)
+        computed = self.in_place.compute(self.plan)
+        if computed is not None:
+            self.in_place.release(computed)
+            self.in_place.took(seconds)
+        return computed is not None
+
+    def results(self) -> tuple[Done, list[Tensor]]:
+        """What a worker sends, computed by an engine of its own."""
+        assert self.batch is not None
+        other = InPlace(self.job, SimpleNamespace(), self.in_place._state, self.in_place._rule)  # type: ignore[arg-type]
+        computed = other._compute(self.plan, self.batch, 1)
+        other.close()
+        if computed is None:
+            return Done(1, (0.0,), (), (), (), (), 0, 0.0, 0.0), []
+        done = Done(
+            1, computed.losses, computed.metric_names, computed.metrics, computed.untouched, computed.absent,
+            computed.splits, 0.0, 0.0,
+        )  # fmt: skip
+        return done, [piece.clone() for piece in computed.vectors[-1].buckets]
+
+    def prove(self, worker: Any) -> None:
+        self.members.append(worker)
+        for _ in range(in_place._SETTLED):
+            assert not self.by_worker(worker)
+        for _ in range(in_place._PROOFS):
+            assert not self.stands_in
+            assert self.by_worker(worker)
+        assert self.stands_in
+
+
+def test_steps_are_computed_here_once_some_were_the_same_to_the_bit() -> None:
+    rig = Rig()
+    rig.prove(session())
+    assert rig.here(0.5)
+
+
+def test_one_bit_is_enough_to_leave_them_to_the_worker() -> None:
+    rig, worker = Rig(), session()
+    rig.members.append(worker)
+    for _ in range(in_place._SETTLED):
+        rig.by_worker(worker)
+    assert rig.by_worker(worker, changed=2.0**-20)
+    for _ in range(50):
+        assert not rig.by_worker(worker)
+    assert not rig.stands_in
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        session(device="cuda:0"),
+        session(numerics="tp=2 ab"),
+        session(torch_version="1.0"),
+        SimpleNamespace(**{**vars(session()), "link": SimpleNamespace(same_host=False)}),
+        SimpleNamespace(**{**vars(session()), "ranks": 2}),
+        SimpleNamespace(**{**vars(session()), "ready": None}),
+    ],
+)
+def test_there_are_workers_in_whose_place_they_never_are(other: Any) -> None:
+    rig = Rig()
+    rig.members.append(other)
+    assert not any(rig.by_worker(other) for _ in range(40))
+    assert not rig.stands_in
+
+
+def test_steps_that_are_shared_out_show_nothing() -> None:
+    rig, worker = Rig(), session()
+    assert not any(rig.by_worker(worker, whole=False) for _ in range(40))
+
+
+def test_whoever_is_proved_stands_for_those_that_compute_alike() -> None:
+    rig, worker = Rig(), session()
+    rig.prove(worker)
+    rig.members[:] = [session(threads=2), twin := session()]
+    assert rig.stands_in
+    rig.members.remove(twin)
+    assert not rig.stands_in
+
+
+def test_workers_have_them_again_where_that_is_faster_and_later_it_may_not_be() -> None:
+    rig, worker = Rig(), session()
+    rig.prove(worker)
+    for _ in range(in_place._SETTLED):
+        assert rig.stands_in
+        rig.here(2.0)
+    assert not rig.stands_in
+    for _ in range(4 * in_place._SETTLED):
+        assert not rig.by_worker(worker, 3.0)
+    rig.by_worker(worker, 3.0)
+    for _ in range(2 * in_place._SETTLED):
+        assert rig.stands_in
+        rig.here(2.0)
+
+
+def test_a_few_slow_steps_change_nothing() -> None:
+    rig = Rig()
+    rig.prove(session())
+    for number in range(100):
+        rig.here(9.0 if number % 3 == 0 else 0.5)
+    assert rig.stands_in
+
+
+class Steps:
+    """Of a job: raises, hangs, or writes into its batch, once it is told to."""
+
+    def __init__(self) -> None:
+        self.does = ""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        if self.does == "raises":
+            raise RuntimeError("not today")
+        if self.does == "hangs":
+            time.sleep(60)
+        if self.does == "writes":
+            x.mul_(0)
+        return nn.functional.cross_entropy(model(x), y)
+
+
+@pytest.mark.parametrize("does", ["raises", "hangs"])
+def test_a_step_that_fails_or_hangs_is_left_to_workers_and_so_is_every_other(
+    does: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_place, "_LONGEST_S", 0.05)
+    step = Steps()
+    rig = Rig(replace(jobs.mlp_sgd(), step=step, loss=None))
+    rig.prove(session())
+    step.does = does
+    assert not rig.here(1.0)
+    step.does = ""
+    assert not rig.stands_in
+    rig.in_place.close()
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_a_step_may_write_into_its_batch() -> None:
+    step = Steps()
+    rig = Rig(replace(jobs.mlp_sgd(), step=step, loss=None))
+    rig.prove(session())
+    before, step.does = rig.tensors[0].clone(), "writes"
+    rig.here(0.5)
+    assert torch.equal(rig.tensors[0], before)
+
+
+def test_data_that_has_not_come() -> None:
+    rig = Rig()
+    rig.prove(session())
+    rig.batch = None
+    assert not rig.in_place.has_data(rig.plan)
+
+
+def test_the_number_of_threads_is_the_workers_and_then_what_it_was() -> None:
+    before, seen = torch.get_num_threads(), []
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    rig = Rig(replace(jobs.mlp_sgd(), step=step, loss=None))
+    rig.in_place._kind = in_place._kind(session(threads=before + 1))
+    assert rig.in_place.has_data(rig.plan)
+    assert rig.in_place.compute(rig.plan) is not None
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before
+
+
+def test_code_that_sleeps_or_goes_round_in_circles_is_interrupted() -> None:
+    limit = time_limit(0.02)
+    for hangs in (lambda: time.sleep(60), lambda: [None for _ in iter(int, 1)]):
+        with pytest.raises(Overdue, match="longer than it may"), limit:
+            hangs()
+    other = time_limit(1.0)
+    with other:
+        pass
+    other.close()
+    with pytest.raises(Overdue), limit:  # its handler is still there
+        time.sleep(60)
+    limit.close()
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_the_signal_is_not_taken_from_anybody() -> None:
+    assert time_limit.is_free()
+    signal.setitimer(signal.ITIMER_REAL, 60)
+    assert not time_limit.is_free()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    assert not time_limit.is_free()
