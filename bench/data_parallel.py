@@ -1,10 +1,11 @@
 """Data-parallel training on one machine, 2 workers of one torch thread, beside PyTorch DDP on gloo.
 
 Ours is a coordinator and two worker processes, exact float32, with the link that they have by default (shared memory)
-and over TCP on loopback; a step is two leaves. DDP is two processes. All have the same initial weights, per-rank
-batches, order of the data, optimizer and number of steps, and must come to the same loss. They take turns (A B A B) in
-processes that stay, with two processes that only compute forward and backward in between; a figure is the median of the
-rounds' ratios.
+and over TCP on loopback; a step is two leaves. As in the coordinator program, steps too short to be sent (tiny) are
+computed by the coordinator once it has made sure of the workers' bits; over TCP all are sent. DDP is two processes. All
+have the same initial weights, per-rank batches, order of the data, optimizer and number of steps, and must come to the
+same loss. They take turns (A B A B) in processes that stay, with two processes that only compute forward and backward
+in between; a figure is the median of the rounds' ratios.
 
 Models: tiny (10-20-10, batch 32 a worker), mlp (784-512-512-10, 64), gpt (10.9M parameters, 4 x 128 tokens).
 
@@ -127,7 +128,7 @@ def ours(
     warm = STEPS[name][2]
     rig["coordinator"].tell(
         "coordinate", job=name, options=options, workers=2, warm_steps=warm, observe=observe, profile=profile,
-        time_stalls=name == "gpt",
+        time_stalls=name == "gpt", pacing={"short_steps": "here" if link == "auto" else "workers"},
     )  # fmt: skip
     port = rig["coordinator"].answer()["port"]
     for worker in WORKERS:

@@ -28,7 +28,7 @@ from w5xde_async.telemetry.events import WorkerShare
 from w5xde_async.worker.service import Departure, Worker
 
 STEPS = 60
-SHORT = PacingConfig(whole_step_s=5.0)  # on whatever machine
+SHORT = PacingConfig(short_steps="here", whole_step_s=5.0)  # on whatever machine
 
 
 class _NoLimit(nullcontext[None]):

@@ -17,7 +17,7 @@ COORDINATOR = """
 --norm-gate --audit-fraction --audit-tolerance --quarantine --no-quarantine
 --host --port --token-file --tls-cert --tls-key --tls-ca-file --insecure --join-file --advertise
 --heartbeat --silence --bucket-size --bulk-threads
---workers --worker-threads --min-workers --max-workers --numerics --grace --leases-ahead
+--workers --worker-threads --min-workers --max-workers --numerics --grace --leases-ahead --short-steps
 --name --run-dir --checkpoint-every --checkpoint-time --keep-checkpoints --durability --resume
 --dashboard --no-dashboard --dashboard-address --tracker
 --loader-threads --loader-processes --prefetch-leaves --max-bad-samples

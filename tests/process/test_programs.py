@@ -193,7 +193,7 @@ def test_two_local_workers_and_again_when_it_is_complete(
 
 
 def test_ctrl_c_then_the_same_command_goes_on(start: Callable[..., Program], tmp_path: Path) -> None:
-    command = coordinate(DIGITS, tmp_path / "digits", "--workers", "2", "--log", "verbose")
+    command = coordinate(DIGITS, tmp_path / "digits", "--workers", "2", "--log", "verbose", "--epochs", "100")
     first = start(*command)
     first.wait_for("step_committed", step=30)
     first.signal(signal.SIGINT)
@@ -208,6 +208,27 @@ def test_ctrl_c_then_the_same_command_goes_on(start: Callable[..., Program], tmp
     assert second.last("run_started")["resumed_step"] == stopped["step"]
     assert second.last("run_finished")["outcome"] == "finished"
     assert second.last("run_finished")["metrics"]["accuracy"] >= 0.95
+
+
+def test_short_steps_are_computed_by_the_coordinator_with_the_workers_bits(
+    start: Callable[..., Program], tmp_path: Path
+) -> None:
+    """Also where it is killed in the middle of one. ``--short-steps workers`` has them sent."""
+    steps = ("--workers", "2", "--epochs", "40", "--log", "verbose", "--checkpoint-every", "50")
+    killed = start(*coordinate(DIGITS, tmp_path / "here", *steps))
+    killed.wait_for("step_committed", step=200)
+    killed.signal(signal.SIGKILL)
+    killed.process.wait(30)
+    ended = {}
+    for who, folder in (("here", "here"), ("workers", "sent")):
+        program = start(*coordinate(DIGITS, tmp_path / folder, *steps, "--short-steps", who))
+        assert program.finish() == ExitCode.OK
+        ended[who] = program.last("run_finished")
+    assert ended["here"]["digest"] == ended["workers"]["digest"]
+    leaves = {who: {share["name"]: share["leaves"] for share in end["shares"]} for who, end in ended.items()}
+    assert leaves["here"]["coordinator"] > sum(leaves["here"].values()) / 2
+    assert "coordinator" not in leaves["workers"]
+    assert_all_gone(killed.process.pid)
 
 
 def test_the_best_model_is_kept_over_a_resume_and_begins_another_run(

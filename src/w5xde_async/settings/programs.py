@@ -56,7 +56,9 @@ class CoordinatorSettings(Program):
         "job max_steps epochs max_time update norm_gate audit_fraction audit_tolerance host port workers name "
         "dashboard loader_threads threads data_dir loop log log_format"
     )
-    defaults: ClassVar = {"code_free": True, "min_workers": None, "dashboard_address": "127.0.0.1:5556"}
+    defaults: ClassVar = {
+        "code_free": True, "min_workers": None, "dashboard_address": "127.0.0.1:5556", "short_steps": "here",
+    }  # fmt: skip
 
     job: str | None = setting(
         None, "what to train: FILE.py:NAME or MODULE:NAME, a Job or a function that returns one", _JOB, "the run",

@@ -284,6 +284,8 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint, whole: bool = 
         share = event.leaves_in_vain / (event.leaves + event.leaves_in_vain)
         leases = f"{event.leases_stale} late leases, {event.leases_duplicate} backed up"
         lines.append(row("wasted", f"{share:.1%} of the leaves", leases))
+    if event.short_steps:
+        lines.append(row("short", f"{event.short_steps:,} steps", "computed by the coordinator, sooner than sent"))
     if tip := _short_leaves(event, event.step - first_step):
         lines.append(row("leaves", *tip))
     if event.best is not None:

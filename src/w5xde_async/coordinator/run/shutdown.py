@@ -143,6 +143,7 @@ class Shutdown:
                 downlink_encoded_bytes=downlink[1],
                 residuals_lost=contributions.residuals_lost,
                 steps_skipped=contributions.steps_skipped,
+                short_steps=contributions.short_steps,
                 bad_samples=len(spec.bad),
                 best=self._run.best,
             )

@@ -491,6 +491,7 @@ class Results:
         self._finish_own(
             state, grant, Done(grant.lease, computed.losses, names, metrics, computed.untouched, (), 0, 0.0, 0.0)
         )
+        run.history.contributions.short_steps += 1
         run.history.contributions.add_own(leaves, state.plan.num_samples, seconds)
 
     def _finish_own(self, step: StepState, grant: BlockGrant, done: Done) -> None:

@@ -242,7 +242,7 @@ class SyncTraining:
         return False
 
     @property
-    def _computes_here(self) -> bool:
+    def computes_here(self) -> bool:
         """Whether steps are computed here, in place of a worker."""
         in_place, sessions = self._in_place, self.roster.sessions
         if in_place is None or not self.phase.may_lease():
@@ -266,7 +266,7 @@ class SyncTraining:
             leaves = self.ledger.num_leaves(step)
         if not 0 < leaves <= self.context.loader.max_block_leaves or self.ledger.free_leaves(step) < leaves:
             return None
-        return self._in_place if self._computes_here and not self.verification.holding else None
+        return self._in_place if self.computes_here and not self.verification.holding else None
 
     def _compute_here(self, in_place: InPlace) -> bool:
         """Compute the current step here. False where that has failed."""
@@ -434,7 +434,7 @@ class SyncTraining:
         steps = self.ledger.open_steps
         if self.lifecycle.stopping:
             steps = steps[:1]
-        if self._in_place is not None and self._computes_here:
+        if self._in_place is not None and self.computes_here:
             steps = steps[:1] if self._sent_out == self.version else []
         now = self.context.clock()
         for grant in self.verification.leases(self.roster.membership.ready_ids):

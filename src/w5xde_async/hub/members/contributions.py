@@ -21,6 +21,7 @@ class Contributions:
         self._sent = self._received = 0
         self._shares: dict[str, WorkerShare] = {}
         self._left: dict[str, tuple[str, float]] = {}  # name, where no identity was proved -> its key, when it left
+        self.short_steps = 0  #: computed by the coordinator: too short to be sent
         self._own_leaves = self._own_samples = 0  # what the coordinator has computed itself
         self._own_s = 0.0
         self.steps_skipped = 0  #: without an update: their gradient was not finite
