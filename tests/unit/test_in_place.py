@@ -242,6 +242,7 @@ def test_the_number_of_threads_is_the_workers_and_then_what_it_was() -> None:
 
     def step(model: nn.Module, batch: Any) -> Tensor:
         seen.append(torch.get_num_threads())
+        torch.set_num_threads(before + 2)  # whatever it does
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     rig = Rig(replace(jobs.mlp_sgd(), step=step, loss=None))

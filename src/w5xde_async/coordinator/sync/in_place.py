@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _SETTLED = 16  # steps by way of workers, and steps here, of which the medians are compared
 _PROOFS = 4
+_MOST_KINDS = 16  # of workers that are compared
 _MOST_BYTES = 4 << 20  # of a result: it is copied on the loop
 _LONGEST_S = 5.0
 
@@ -97,7 +98,7 @@ class InPlace:
         if self._watched is None or self._batch is None or self._over:
             return False
         kind = _kind(self._watched[0])
-        return kind is not None and self._proofs.get(kind, 0) >= 0
+        return kind is not None and self._proofs.get(kind, 0) >= 0 and len(self._proofs) < _MOST_KINDS
 
     def took(self, seconds: float) -> None:
         """A step was committed that long after the one before."""
@@ -136,7 +137,7 @@ class InPlace:
             self._proofs[kind] = self._proofs.get(kind, 0) + 1
             if self._proofs[kind] >= _PROOFS:
                 self._by, self._kind = session, kind
-        self._release(own)
+        self.release(own)
 
     def has_data(self, plan: StepPlan) -> bool:
         """Whether the step's data has been read, for ``compute``; else the loader says when it is."""
@@ -153,9 +154,6 @@ class InPlace:
 
     def release(self, computed: ComputedBlock) -> None:
         """What ``compute`` gave was used."""
-        self._release(computed)
-
-    def _release(self, computed: ComputedBlock) -> None:
         assert self._engine is not None
         for vector in computed.vectors:
             self._engine.release(vector)
@@ -182,7 +180,7 @@ class InPlace:
             self._over = True
             return None
         finally:
-            if threads != before:
+            if torch.get_num_threads() != before:
                 torch.set_num_threads(before)
 
     def close(self) -> None:
