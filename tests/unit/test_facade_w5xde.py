@@ -657,7 +657,7 @@ def _constant(output: Tensor, target: Tensor) -> Tensor:
     [
         (lambda output, target: 1 / 0, "ZeroDivisionError"),
         (lambda output, target: 1.0, "the criterion gave float, not the mean loss"),
-        (lambda output, target: (output - target[:, None]) ** 2, r"the criterion gave a tensor of shape \[8, 2\]"),
+        (lambda output, target: (output - target[:, None]) ** 2, r"the criterion gave a tensor of shape \[16, 2\]"),
         (_constant, "does not depend on any trainable parameter"),
     ],
 )  # fmt: skip

@@ -164,7 +164,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     Path("train.py").write_text(JOB)
     assert main(["train.py:job", "--workers", "3", "--codec", "int8", "--max-steps", "5"]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("steps        5, of 16 samples in 2 leaves; 18 parameters\n")
+    assert told.startswith("steps        5, of 16 samples in 1 leaf; 18 parameters\n")
     assert "for 3 workers" in told
     assert not Path("runs").exists()
     assert main(["nothing.py:job"]) == 2

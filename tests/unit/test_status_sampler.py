@@ -230,7 +230,7 @@ def test_why_a_worker_waits():
     training: Any = SimpleNamespace(
         ledger=ledger, roster=SimpleNamespace(sessions=sessions), phase=SimpleNamespace(begun=False),
         context=SimpleNamespace(config=settings(min_workers=2, credit_bytes=10)),
-        scheduler=SimpleNamespace(unread=set()),
+        scheduler=SimpleNamespace(unread=set()), computes_here=False,
     )  # fmt: skip
     member = Member(
         worker_id="a", name="name-a", peer="p", device="cpu", threads=1, incarnation=1, joined_at=0.0, last_seen=0.0
@@ -265,6 +265,8 @@ def test_why_a_worker_waits():
     assert reason() == "step 1: name-b computes the last 2 leaves"  # what it has of the next step cannot begin yet
     ledger.finish(other.lease)
     assert reason() == "the update of step 1"
+    training.computes_here = True
+    assert reason() == "steps that are worth sending: the coordinator computes these itself"
     member.standing = Standing.LATE
     assert reason().startswith("its own answer")
     member.standing = Standing.DRAINING

@@ -81,7 +81,7 @@ class Prediction:
         more = f" (up to {self.most_results} times, on fast lines)" if self.most_results > 1 else ""
         end = f", {wording.duration(self.total_s)} in all" if self.steps else ""
         rows = {
-            "steps": f"{self.steps or 'until stopped'}, of {self.step_samples} samples in {self.leaves} leaves; "
+            "steps": f"{self.steps or 'until stopped'}, of {self.step_samples} samples in {_leaves(self.leaves)}; "
             f"{self.num_parameters:,} parameters",
             "coordinator": f"{size(self.model_bytes + self.optimizer_bytes)} of model and optimizer; at most "
             f"{size(self.for_workers_bytes)} more for {workers}",
@@ -241,3 +241,7 @@ def _optimizer_bytes(job: Job, model: nn.Module) -> int:
         )
 
     return made_by("optimizer", made)
+
+
+def _leaves(count: int) -> str:
+    return f"{count} {'leaf' if count == 1 else 'leaves'}"
