@@ -342,6 +342,17 @@ def test_a_stranger_backs_up_the_only_one_that_is_known() -> None:
     assert ("new", 0) in desk.lease(1.0)
 
 
+def test_where_nothing_is_to_be_leased_nobody_looks_again() -> None:
+    """As where the coordinator computes short steps itself: a time that is past would be asked for for ever."""
+    desk = Desk(1, known=["able", "other"])
+    for worker in ("able", "other"):
+        desk.scheduler.takes_work(worker, True)
+        desk.lease()
+    assert math.isfinite(desk.scheduler.look_again_at)
+    assert not list(desk.scheduler.leases([], 1.0, has_credit=lambda worker: True))
+    assert desk.scheduler.look_again_at == math.inf
+
+
 def test_a_lease_of_one_that_takes_no_work_any_more_is_backed_up() -> None:
     """It has not answered for another lease."""
     desk = Desk(1, known=["able", "hung"])

@@ -143,7 +143,7 @@ def leaves_of(
             raise MalformedFrame("a packed batch whose rows are not the leaves' samples")
         if not tensors:
             raise MalformedFrame("a packed batch without tensors")
-        sizes = list(samples)  # ``torch.split`` would look at them first, which takes longer than to cut a small batch
+        sizes = list(samples)  # ``torch.split`` checks them in Python, which takes longer than to cut a small batch
         pieces = zip(*[torch.split_with_sizes(tensor, sizes) for tensor in tensors], strict=True)
         plain = _plain(tree, len(tensors))
         for count, piece in zip(samples, pieces, strict=True):

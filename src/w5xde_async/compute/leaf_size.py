@@ -26,7 +26,7 @@ from w5xde_async.users_code import users_code
 
 #: Operations that are worth a leaf: 20 to 60 ms on a core. A leaf of a small transformer costs 5 ms beside them.
 WORTH_FLOPS = 2 * 10**9
-#: Fewer take a core less than a millisecond, which is what sharing them out costs.
+#: A step of fewer operations takes a core less than a millisecond. To share it with a second worker costs more.
 WORTH_SHARING_FLOPS = 10**7
 _FEWEST, _MOST = 2, 8
 _BACKWARD = 3  # times the operations of the forward pass: it, and twice as many on the way back

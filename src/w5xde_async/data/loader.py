@@ -309,10 +309,8 @@ class Loader:
         batch = self.batch(step, block)
         if batch is None:
             return None
-        if (
-            not batch.packed and len(batch.tensors) > SESSION_CAPS.buffers
-        ):  # only a lease that is a whole step has so many
-            count, most = len(batch.tensors), SESSION_CAPS.buffers
+        count, most = len(batch.tensors), SESSION_CAPS.buffers
+        if not batch.packed and count > most:  # only a lease that is a whole step has so many
             reason = f"a step of {len(batch.samples)} leaves has {count} tensors, a lease at most {most}"
             hint = "raise microbatch_size or accumulate_grad_batches, lower batch_size, or use --update sync"
             self._on_error(JobError("batch_size", reason, hint))

@@ -132,7 +132,7 @@ class InPlace:
             self._over = True  # one of the two lacks memory
         elif not _same(own, done, pieces):
             self._proofs[kind] = -1
-            logger.debug("results of %s have other bits than those computed here", session.name)
+            logger.info("short steps are left to workers: %s computes other bits than the coordinator", session.name)
         else:
             self._proofs[kind] = self._proofs.get(kind, 0) + 1
             if self._proofs[kind] >= _PROOFS:
@@ -175,7 +175,7 @@ class InPlace:
                 engine.incoming.copy_groups(self._state)
                 engine.load(range(len(engine.layout.buckets)))
                 return engine.compute(task, _nowhere)
-        except (Exception, Overdue) as error:  # whatever it is: a worker will say it of the step, if it holds there too
+        except (Exception, Overdue) as error:  # a worker computes the step next, and reports what is wrong with it
             logger.info("steps are computed by workers from now on step=%d error=%s", plan.step, error)
             self._over = True
             return None
@@ -197,7 +197,7 @@ def _nowhere(bucket: int, vector: object) -> None:
 
 
 def _kind(session: Session) -> _Kind | None:
-    """How a worker computes in whose place the coordinator can; None for any other."""
+    """How this worker computes; None where the coordinator cannot compute in its place."""
     said = session.ready
     if said is None or session.ranks > 1 or not session.link.same_host:
         return None
