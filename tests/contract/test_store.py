@@ -197,6 +197,27 @@ def test_the_record_just_saved_stays_though_damaged_ones_are_later(tmp_path: Pat
     assert [entry.path.name for entry in skipped] == ["step-000000009"]
 
 
+@pytest.mark.parametrize("between", ["load", "_load_group"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_record_that_another_removes_meanwhile_is_not_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: str, times: int
+) -> None:
+    """Two coordinators of a run, on a disk whose locks do not reach from one to the other."""
+    other = CheckpointStore(tmp_path, keep=1)
+    other.save(record(1))
+    looked = getattr(CheckpointStore, between)
+
+    def meanwhile(store: CheckpointStore, *arguments: object, **named: object) -> object:
+        if (newest := other.steps()[-1]) <= times:
+            other.save(record(newest + 1))
+        return looked(store, *arguments, **named)
+
+    monkeypatch.setattr(CheckpointStore, between, meanwhile)
+    loaded, skipped = CheckpointStore(tmp_path).latest()
+    assert skipped == []
+    assert_whole(loaded, times + 1)
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.save(record(1))

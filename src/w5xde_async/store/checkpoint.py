@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 MANIFEST = "manifest.json"
 _DIGEST_BYTES = 32
+#: So often at most are records looked for whose last list another coordinator has made untrue.
+_MOST_LOOKS = 8
 
 _DIRECTORY = re.compile(r"step-(\d{9,18})(?:\.(\d{1,9}))?")
 _GROUP = re.compile(r"[a-z][a-z0-9_-]{0,63}")
@@ -116,16 +118,25 @@ class CheckpointStore:
     def latest(self) -> tuple[Record | None, list[Skipped]]:
         """The newest whole record, and every newer one that is damaged.
 
+        A record that is gone when it is read is not damaged: another coordinator of the run, on a disk whose locks do
+        not reach it, has saved newer ones meanwhile and removed that one. They are looked for again.
+
         Raises:
             StoreError: the directory itself cannot be read.
         """
-        skipped: list[Skipped] = []
-        for path in reversed(self._paths()):
-            try:
-                return self.load(path), skipped
-            except StoreError as error:
-                skipped.append(Skipped(path=path, reason=error.reason))
-        return None, skipped
+        looks = 0
+        while True:
+            looks += 1
+            skipped: list[Skipped] = []
+            for path in reversed(self._paths()):
+                try:
+                    return self.load(path), skipped
+                except StoreError as error:
+                    if looks < _MOST_LOOKS and not path.exists():
+                        break
+                    skipped.append(Skipped(path=path, reason=error.reason))
+            else:
+                return None, skipped
 
     def load(self, path: Path) -> Record:
         """Read and verify one record.
