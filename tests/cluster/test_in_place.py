@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,10 +20,11 @@ from w5xde_async.coordinator.run import run
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.coordinator.sync import in_place
 from w5xde_async.coordinator.sync.in_place import InPlace
+from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.errors import LeafFailed
 from w5xde_async.job import Job
 from w5xde_async.params.flat import named_digest
-from w5xde_async.plan.pacing import PacingConfig
+from w5xde_async.plan.pacing import Pacing, PacingConfig
 from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.telemetry.events import WorkerShare
 from w5xde_async.worker.service import Departure, Worker
@@ -79,6 +81,12 @@ async def trained(
             return await coordinator.wait()
         finally:
             await asyncio.gather(*running, return_exceptions=True)
+
+
+@pytest.fixture
+def steps_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short they are: the coordinator takes a worker's place beside others."""
+    monkeypatch.setattr(Pacing, "takes_whole", lambda *_: False)
 
 
 def own_share(result: RunResult) -> WorkerShare | None:
@@ -179,3 +187,126 @@ async def test_other_bits_here_than_a_workers_are_never_used(monkeypatch: pytest
     result = await trained(short(jobs.mlp_sgd))
     assert own_share(result) is None
     assert result.digest == named_digest(reference.train(short(jobs.mlp_sgd), STEPS)[0])
+
+
+# -- in a worker's place, beside others
+
+
+@pytest.mark.usefixtures("steps_are_shared_out")
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(
+    "make", [jobs.mlp_adamw, jobs.cnn_sgd, jobs.odd, jobs.accumulated, jobs.fp16, jobs.words, jobs.metrics]
+)
+async def test_beside_others_the_bits_are_those_of_one_process(make: Callable[[], Job], workers: int) -> None:
+    made = short(make, batch_size=32, microbatch_size=4)
+    result = await trained(made, workers=workers)
+    share = own_share(result)
+    assert share is not None
+    others = sum(one.leaves for one in result.shares) - share.leaves
+    assert 0 < share.leaves < others + share.leaves
+    assert result.digest == named_digest(reference.train(made, STEPS)[0])
+
+
+@pytest.mark.usefixtures("steps_are_shared_out")
+@pytest.mark.parametrize(
+    "config",
+    [{"norm_gate": 0.0}, {"norm_gate": 6.0}, {"audit_fraction": 1.0}, {"norm_gate": 0.0, "audit_fraction": 0.0}],
+)
+async def test_beside_others_whatever_is_verified(config: dict[str, Any]) -> None:
+    made = short(jobs.mlp_sgd, batch_size=32, microbatch_size=4)
+    result = await trained(made, workers=2, **config)
+    assert own_share(result) is not None
+    assert result.digest == named_digest(reference.train(made, STEPS)[0])
+
+
+@pytest.mark.usefixtures("steps_are_shared_out")
+async def test_beside_others_over_resumes_and_with_a_journal(tmp_path: Path) -> None:
+    made = short(jobs.mlp_adamw, batch_size=32, microbatch_size=4)
+    first = await trained(replace(made, max_steps=40), workers=2, run_dir=tmp_path / "parts")
+    second = await trained(made, workers=2, run_dir=tmp_path / "parts")
+    journal = await trained(made, workers=2, run_dir=tmp_path / "journal", durability="journal")
+    assert all(own_share(one) for one in (first, journal))
+    assert second.digest == journal.digest == named_digest(reference.train(made, STEPS)[0])
+
+
+@pytest.mark.usefixtures("steps_are_shared_out")
+@pytest.mark.parametrize("how", ["vanishes", "drains"])
+@pytest.mark.parametrize("which", [0, 1])
+async def test_the_bits_stay_whoever_of_two_goes(how: str, which: int) -> None:
+    """The one whose place is taken, or the one beside it."""
+    made, seen = short(jobs.mlp_sgd, batch_size=32, microbatch_size=4), Commits()
+    async with Coordinator(made, config=settings(pacing=SHORT, min_workers=2), bus=seen.bus) as coordinator:
+        named = [replace(QUICK_WORKER, name=f"worker {number}") for number in range(2)]
+        workers = [Worker(coordinator.address, job=made, config=config) for config in named]
+        running = [asyncio.create_task(worker.run()) for worker in workers]
+        await seen.reach(30)
+        training: Any = coordinator._training
+        assert isinstance(training, SyncTraining)
+        assert training._stood_for is not None
+        name = training._stood_for.name
+        chosen = next(n for n, worker in enumerate(workers) if (worker.name == name) == (which == 0))
+        if how == "vanishes":
+            running[chosen].cancel()
+        else:
+            workers[chosen].drain("it is asked to")
+            assert await running[chosen] is Departure.DRAINED
+        result = await coordinator.wait()
+        await asyncio.gather(*running, return_exceptions=True)
+    assert result.digest == named_digest(reference.train(made, STEPS)[0])
+
+
+class Hangs(nn.Linear):
+    """From one call of a worker's on, until it is let go."""
+
+    calls, released = 0, threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            Hangs.calls += self.training
+            if Hangs.calls > 200:
+                Hangs.released.wait(30)
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("steps_are_shared_out")
+async def test_what_a_worker_beside_it_hangs_with_is_computed_here() -> None:
+    Hangs.calls = 0
+    Hangs.released.clear()
+    model = lambda: nn.Sequential(nn.Flatten(), Hangs(64, 10))  # noqa: E731
+    made = short(jobs.mlp_sgd, model=model, batch_size=32, microbatch_size=4)
+    async with Coordinator(made, config=settings(pacing=SHORT, min_workers=2)) as coordinator:
+        workers = [Worker(coordinator.address, job=made, config=QUICK_WORKER) for _ in range(2)]
+        running = [asyncio.create_task(worker.run()) for worker in workers]
+        while not Hangs.released.is_set():
+            await asyncio.sleep(0)
+            if coordinator.step >= STEPS - 1:
+                Hangs.released.set()
+        result = await coordinator.wait()
+        await asyncio.gather(*running, return_exceptions=True)
+    assert Hangs.calls > 200
+    assert result.digest == named_digest(reference.train(made, STEPS)[0])
+
+
+@pytest.mark.usefixtures("steps_are_shared_out")
+async def test_beside_others_a_leaf_that_fails_is_told_of_as_a_worker_tells_it() -> None:
+    Fails.calls = 0
+    made = short(
+        jobs.mlp_sgd, model=lambda: nn.Sequential(nn.Flatten(), Fails(64, 10)), batch_size=32, microbatch_size=4
+    )
+    with pytest.raises(LeafFailed, match="it broke here"):
+        await trained(replace(made, max_steps=2000), workers=2)
+
+
+@pytest.mark.usefixtures("steps_are_shared_out")
+async def test_beside_others_other_bits_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = InPlace.watch_part
+    monkeypatch.setattr(
+        InPlace, "watch_part",
+        lambda self, session, done, plan, block, pieces: watch(
+            self, session, done, plan, block, [piece + 1 for piece in pieces]
+        ),
+    )  # fmt: skip
+    made = short(jobs.mlp_sgd, batch_size=32, microbatch_size=4)
+    result = await trained(made, workers=2)
+    assert own_share(result) is None
+    assert result.digest == named_digest(reference.train(made, STEPS)[0])

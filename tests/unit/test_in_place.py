@@ -23,6 +23,7 @@ from w5xde_async.job import Job, build_model
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import Sampler, StepPlan
+from w5xde_async.plan.tree import Block
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.users_code import Overdue, time_limit
 from w5xde_async.wire.messages import Done
@@ -69,7 +70,7 @@ class Rig:
 
     @property
     def stands_in(self) -> bool:
-        return self.in_place.stands_in(lambda one: one in self.members, lambda: self.members)
+        return self.in_place.stands_in(lambda one: one in self.members, lambda: self.members) is not None
 
     def by_worker(self, worker: Any, seconds: float = 1.0, *, whole: bool = True, changed: float = 0.0) -> bool:
         """A step by way of a worker. Whether it was compared."""
@@ -96,7 +97,7 @@ class Rig:
         """What a worker sends, computed by an engine of its own."""
         assert self.batch is not None
         other = InPlace(self.job, SimpleNamespace(), self.in_place._state, self.in_place._rule)  # type: ignore[arg-type]
-        computed = other._compute(self.plan, self.batch, 1)
+        computed = other._compute(self.plan, Block(0, self.plan.num_leaves), self.batch, 1)
         other.close()
         if computed is None:
             return Done(1, (0.0,), (), (), (), (), 0, 0.0, 0.0), []

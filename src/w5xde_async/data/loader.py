@@ -49,7 +49,7 @@ _CHUNK_BYTES = 4 << 20
 _LEASE_BYTES = 64 << 20
 #: Chunks of at most this much are read on the loop, in less time than the way to a thread and back takes; of datasets
 #: of at most so much, whose tensors lie in memory even where they are mapped from a file.
-_INLINE_BYTES, _INLINE_DATASET_BYTES = 128 << 10, 256 << 20
+_INLINE_BYTES, _INLINE_DATASET_BYTES = 1 << 20, 256 << 20
 _MAX_BUFFERS = 2048
 _STRUCTURE_BYTES = 512 << 10  # of a lease: strings travel in its header
 _STEADY_SAMPLES = 64

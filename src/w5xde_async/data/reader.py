@@ -39,6 +39,11 @@ class Read(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
+def _lies_plain(tensor: Tensor) -> bool:
+    """Whether rows that are gathered of it need no ``on_host``."""
+    return not (tensor.requires_grad or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg())
+
+
 class LeafReader:
     """Reads samples of ``job.dataset`` and collates them. Results come on the event loop's thread.
 
@@ -64,6 +69,9 @@ class LeafReader:
         #: Whether rows of tensors are gathered, of any number of leaves at once.
         self.gathers = type(job.dataset) is TensorDataset and job.collate is None
         self._random: bool | None = None if not self.gathers else False
+        # Of gathered rows: whether they lie as they are sent, and their structure, which is the dataset's own.
+        self._plain = self.gathers and all(map(_lies_plain, job.dataset.tensors))
+        self._structure: bytes | None = None
         self._steady = 0  # samples read so far without a random number
         self._probing = threading.Lock()
         threads, processes = config.loader_threads, config.loader_processes
@@ -100,8 +108,13 @@ class LeafReader:
     def gather(self, indices: NDArray[np.int64]) -> Read:
         """``read`` on this thread, where rows of tensors are gathered."""
         at = torch.from_numpy(np.array(indices))
-        tensors = tuple([on_host(tensor.index_select(0, at.to(tensor.device))) for tensor in self._job.dataset.tensors])
-        return Read(flatten(tensors)[0], tensors)
+        if self._plain:
+            rows = tuple([tensor.index_select(0, at) for tensor in self._job.dataset.tensors])
+        else:
+            rows = tuple([on_host(t.index_select(0, at.to(t.device))) for t in self._job.dataset.tensors])
+        if self._structure is None:
+            self._structure = flatten(rows)[0]
+        return Read(self._structure, rows)
 
     async def aclose(self) -> None:
         """Wait for reads under way. Cancelled, it leaves them to themselves."""

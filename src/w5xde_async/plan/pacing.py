@@ -156,6 +156,7 @@ class Pacing:
     _results: dict[str, float] = field(default_factory=dict)  # of these -> seconds that a result is on its way
     _results_s: _InOrder = field(default_factory=_InOrder)  # these in order
     _least: dict[str, int] = field(default_factory=dict)  # of islands -> leaves that a lease should have
+    _most_s: dict[str, float] = field(default_factory=dict)  # worker -> seconds that a lease of its may take
     _leaves_per_s: float = 0.0  # all of those together
     _changes: int = 0  # since that was added up anew
 
@@ -271,6 +272,7 @@ class Pacing:
         self._gone.pop(worker, None)
         self._gone[worker] = None
         self._least.pop(worker, None)  # an island never comes back
+        self._most_s.pop(worker, None)
         self._compare(worker)
         if len(self._gone) > _MOST_KNOWN:
             forgotten = next(iter(self._gone))
@@ -313,6 +315,13 @@ class Pacing:
         """A lease of this worker should have ``leaves`` leaves: with less, some of its ranks have nothing to do."""
         self._least[worker] = 1 << (leaves - 1).bit_length()
 
+    def at_most(self, worker: str, seconds: float) -> None:
+        """No lease of this worker is to have work for more than ``seconds``, or else one leaf. math.inf: as all."""
+        if math.isinf(seconds):
+            self._most_s.pop(worker, None)
+        else:
+            self._most_s[worker] = seconds
+
     def least_leaves(self, worker: str) -> int:
         """What ``at_least`` said (a power of two), else 1."""
         return self._least.get(worker, 1)
@@ -335,6 +344,7 @@ class Pacing:
             min(step_leaves * fair, self.config.min_lease_s / self._least_leaf_s(worker, leaf_s)),
             min(share, _ALONE_S / leaf_s) if len(self._workers) == 1 else 0,
         )
+        wanted = min(wanted, self._most_s.get(worker, math.inf) / leaf_s)
         return 1 << max(int(wanted), 1).bit_length() - 1
 
     def takes_whole(self, worker: str, step_leaves: int) -> bool:

@@ -32,7 +32,7 @@ from w5xde_async.wire.messages import Done
 #: bucket is added while it is still in the cache.
 _INLINE_ADD_BYTES = 4 << 20
 #: So are updates of vectors of at most this size, as long as the last one took less than ``_INLINE_UPDATE_S``.
-_INLINE_UPDATE_BYTES = 64 << 10
+_INLINE_UPDATE_BYTES = 4 << 20
 _INLINE_UPDATE_S = 0.002
 
 

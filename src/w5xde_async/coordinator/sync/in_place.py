@@ -1,16 +1,17 @@
-"""Steps that are too short to be sent: the coordinator computes them in a worker's place.
+"""Leaves that are too short to be sent: the coordinator computes them in a worker's place.
 
-A small step's messages take longer than its leaves. One that is not shared out anyway (``plan.pacing``), and that a
-worker on this machine computes on its CPU, is computed here as well: on the event loop, with an engine of its own, as
-small updates are made there.
+A small step's messages take longer than its leaves. What a worker on this machine would compute on its CPU is computed
+here instead: on the event loop, with an engine of its own, as small updates are made there. That is the whole step
+where it is not shared out anyway (``plan.pacing``). Else it is the leases of one worker, beside the others that compute
+theirs: on a machine whose workers keep every core busy, the coordinator has no core to itself in any case.
 
 Who computes may depend on the clock only where nothing else does. So the worker is asked first: ``_SETTLED`` steps show
-what a step takes by way of it, and results of the next ``_PROOFS`` are computed here too, at the same parameters, and
-must be the same to the bit. From then on steps are computed here, as long as that takes less time and such a worker is
-present. One that fails here, or takes ``_LONGEST_S``, ends it for good: workers compute that step, and tell what is
-wrong with it.
+what a step takes by way of it, and results in the next ``_PROOFS`` are computed here too, at the same parameters, and
+must be the same to the bit. From then on they are computed here, as long as steps take less time so and such a worker
+is present. What fails here, or takes ``_LONGEST_S``, ends it for good: workers compute that, and tell what is wrong
+with it.
 
-Memory: the model once more, two result vectors and the activations of one leaf.
+Memory: the model once more, ``MOST_LENT`` result vectors and the activations of one leaf.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from w5xde_async.compute.engine import Engine
 from w5xde_async.data.loader import Batch, Loader
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
-from w5xde_async.params.flat import FlatState
+from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.plan.numerics import EXACT
 from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.plan.tree import Block
@@ -42,8 +43,9 @@ logger = logging.getLogger(__name__)
 _SETTLED = 16  # steps by way of workers, and steps here, of which the medians are compared
 _PROOFS = 4
 _MOST_KINDS = 16  # of workers that are compared
-_MOST_BYTES = 4 << 20  # of a result: it is copied on the loop
+_MOST_BYTES = 4 << 20  # of a result, and of the model, which is copied on the loop
 _LONGEST_S = 5.0
+MOST_LENT = 4  #: results that wait for their step's end where they were summed; others are copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,14 @@ class InPlace:
         self._engine: Engine | None = None
         self._over = rule.layout.vector_bytes > _MOST_BYTES or job.local_data is not None
         self._proofs: dict[_Kind, int] = {}  # steps that were the same to the bit; -1: one was not
-        self._by: Session | None = None  # in whose place steps are computed
+        self._by: Session | None = None  # in whose place something is computed
+        self.whole = False  #: that is whole steps; else the leases of this worker, or of another that takes its place
         self._kind: _Kind | None = None  # its kind
         self._limit = time_limit(_LONGEST_S)
         self._settles = self._patience = _SETTLED  # steps by workers before the first one that is compared
-        self._watched: tuple[Session, Done] | None = None  # who has computed the whole of the step under way
+        self._watched: tuple[Session, Done] | None = None  # whose part of the step under way could be computed here
+        self._version = -1  # of the parameters that the engine has
+        self._lent: list[ResultVector] = []  # vectors in which parts of the step under way lie
         self._batch: Batch | None = None  # of the step under way, where it is computed here
         self._computed = self._compared = False  # the step under way was computed here; in place of a worker, or beside
         self._there: deque[float] = deque(maxlen=_SETTLED)  # seconds of steps by way of workers
@@ -75,17 +80,29 @@ class InPlace:
 
     # -- whether -------------------------------------------------------------------------------------------
 
-    def stands_in(self, is_member: Callable[[Session], bool], members: Callable[[], Iterable[Session]]) -> bool:
-        """Whether steps are computed here now: in place of a worker that is a member."""
+    def stands_in(
+        self, is_member: Callable[[Session], bool], members: Callable[[], Iterable[Session]]
+    ) -> Session | None:
+        """In place of which worker, that is a member, something is computed here now."""
         if self._by is None or self._over:
-            return False
+            return None
         if not is_member(self._by):
             self._by = next((one for one in members() if _kind(one) == self._kind), None)
-        return self._by is not None
+        return self._by
 
     def watch(self, session: Session, done: Done, *, whole: bool) -> None:
         """A worker's block counts in the step under way; ``whole``: it is all of that, and the step is short."""
         self._watched = (session, done) if whole and not self._over else None
+        self.whole = whole if self._by is None else self.whole
+
+    def watch_part(self, session: Session, done: Done, plan: StepPlan, block: Block, pieces: list[Tensor]) -> None:
+        """A worker's block, whose leaves are short, is about to count in a step that is longer. Its sums lie in
+        ``pieces``, one for each result bucket, and are compared when it is time to."""
+        if self._over or self._by is not None or self._watched is not None or not self._may_be_proven(session):
+            return
+        self._watched, self.whole = (session, done), False
+        if self._settles <= 0 and (batch := self._loader.batch(plan.step, block)) is not None:
+            self._compare(session, done, plan, block, batch, pieces)
 
     def expect(self, plan: StepPlan) -> None:
         """Workers compute the next step: keep its data, should it be compared."""
@@ -95,9 +112,12 @@ class InPlace:
     @property
     def wants_proof(self) -> bool:
         """Whether the complete step is to be computed here too, and compared."""
-        if self._watched is None or self._batch is None or self._over:
+        if self._watched is None or self._batch is None or self._over or not self.whole:
             return False
-        kind = _kind(self._watched[0])
+        return self._may_be_proven(self._watched[0])
+
+    def _may_be_proven(self, session: Session) -> bool:
+        kind = _kind(session)
         return kind is not None and self._proofs.get(kind, 0) >= 0 and len(self._proofs) < _MOST_KINDS
 
     def took(self, seconds: float) -> None:
@@ -121,11 +141,15 @@ class InPlace:
         what is computed here."""
         assert self._watched is not None
         assert self._batch is not None
-        session, done = self._watched
+        self._compare(*self._watched, plan, Block(0, plan.num_leaves), self._batch, pieces)
+
+    def _compare(
+        self, session: Session, done: Done, plan: StepPlan, block: Block, batch: Batch, pieces: list[Tensor]
+    ) -> None:
         kind = _kind(session)
         assert kind is not None
         self._compared = True
-        own = self._compute(plan, self._batch, kind.threads)
+        own = self._compute(plan, block, batch, kind.threads)
         if own is None:
             return
         if own.splits != done.splits:
@@ -148,7 +172,17 @@ class InPlace:
         """The whole step. None where it is to be computed by workers after all. ``release`` follows."""
         assert self._kind is not None
         assert self._batch is not None
-        computed = self._compute(plan, self._batch, self._kind.threads)
+        computed = self._compute(plan, Block(0, plan.num_leaves), self._batch, self._kind.threads)
+        self._computed = computed is not None
+        return computed
+
+    def compute_part(self, plan: StepPlan, block: Block) -> ComputedBlock | None:
+        """A block of the step under way. None where workers are to compute it after all. ``release`` or ``lend``
+        follows."""
+        batch = self._loader.batch(plan.step, block)
+        if batch is None or self._kind is None or self._over:
+            return None
+        computed = self._compute(plan, block, batch, self._kind.threads)
         self._computed = computed is not None
         return computed
 
@@ -158,9 +192,25 @@ class InPlace:
         for vector in computed.vectors:
             self._engine.release(vector)
 
-    def _compute(self, plan: StepPlan, batch: Batch, threads: int) -> ComputedBlock | None:
+    @property
+    def can_lend(self) -> bool:
+        """Whether a result may stay where it was summed until the step is committed."""
+        return len(self._lent) < MOST_LENT
+
+    def lend(self, computed: ComputedBlock) -> None:
+        """What ``compute_part`` gave is read where it lies, until ``committed``."""
+        self._lent.extend(computed.vectors)
+
+    def committed(self) -> None:
+        """Nothing of the step is read any more."""
+        if self._engine is not None:
+            for vector in self._lent:
+                self._engine.release(vector)
+        self._lent.clear()
+
+    def _compute(self, plan: StepPlan, block: Block, batch: Batch, threads: int) -> ComputedBlock | None:
         task = Task(
-            step=plan.step, start=0, samples=batch.samples, loss_scale=self._rule.loss_scale,
+            step=plan.step, start=block.start, samples=batch.samples, loss_scale=self._rule.loss_scale,
             structure=batch.structure, packed=batch.packed,
             tensors=[tensor.clone() for tensor in batch.tensors],  # a step may write into its batch
         )  # fmt: skip
@@ -172,8 +222,11 @@ class InPlace:
                 engine = self._engine
                 if engine is None:
                     engine = self._engine = Engine(self._job, bucket_bytes=self._rule.layout.bucket_bytes)
-                engine.incoming.copy_groups(self._state)
-                engine.load(range(len(engine.layout.buckets)))
+                if self._version != plan.step:  # as a worker does: what a step writes into its model stays until then
+                    self._version = -1
+                    engine.incoming.copy_groups(self._state)
+                    engine.load(range(len(engine.layout.buckets)))
+                    self._version = plan.step
                 return engine.compute(task, _nowhere)
         except (Exception, Overdue) as error:  # a worker computes the step next, and reports what is wrong with it
             logger.info("steps are computed by workers from now on step=%d error=%s", plan.step, error)
@@ -187,6 +240,7 @@ class InPlace:
         """Give the engine's memory back."""
         self._over, self._by = True, None
         self._limit.close()
+        self._lent.clear()
         if self._engine is not None:
             self._engine.close()
             self._engine = None

@@ -487,20 +487,62 @@ class Results:
             if present := bucket not in computed.absent:
                 vector.buckets[bucket].copy_(result.buckets[bucket])
             self._store.count(block, bucket, present=present)
-        names, metrics = computed.metric_names, computed.metrics
-        self._finish_own(
-            state, grant, Done(grant.lease, computed.losses, names, metrics, computed.untouched, (), 0, 0.0, 0.0)
-        )
+        self._finish_own(state, grant, _done(grant, computed))
         run.history.contributions.short_steps += 1
         run.history.contributions.add_own(leaves, state.plan.num_samples, seconds)
 
-    def _finish_own(self, step: StepState, grant: BlockGrant, done: Done) -> None:
-        self._ledger.finish(grant.lease)
+    def cleared(self, block: Block, absent: Sequence[int]) -> list[int] | None:
+        """Buckets of a block, other than those that are ``absent``, whose slots are empty, and nobody receives into them
+        any more. None where somebody's bytes are on their way into one and that cannot be changed."""
+        self._drop_stale(block)
+        buckets = [bucket for bucket in range(len(self._layout.result_buckets)) if bucket not in absent]
+        keys = [key for key in (SlotKey(block, bucket) for bucket in buckets) if not self._store.is_filled(key)]
+        return [key.bucket for key in keys] if all([self._clear(key) for key in keys]) else None
+
+    def count_leased(
+        self, session: Session, grant: BlockGrant, computed: ComputedBlock, buckets: Sequence[int], seconds: float, *,
+        copy: bool,
+    ) -> BlockGrant | None:  # fmt: skip
+        """The coordinator has computed a lease of the current step in its worker's place, in so many seconds.
+
+        ``buckets``: what ``cleared`` said of it; the others have come from a backup, with the same bits. ``copy``: else
+        they are read where they lie until the step is committed. Returns the other lease on the block, which is stale
+        from now on, where there was one.
+        """
+        state, block, store = self._aggregator.step, grant.block, self._store
+        assert state is not None
+        vector, supplier = computed.vectors[-1], Supplier(session.worker_id, grant.lease)
+        for bucket in buckets:
+            if copy:
+                store.vector(block).buckets[bucket].copy_(vector.buckets[bucket])
+                store.put(SlotKey(block, bucket), supplier)
+            else:
+                store.lay(SlotKey(block, bucket), vector.buckets[bucket], supplier)
+        absent = store.fill_with_nothing(block)
+        own = range(len(self._layout.result_buckets)) if self._verification.active else [*buckets, *absent]
+        present = store.close(block)
+        for bucket in own:
+            store.count(block, bucket, present=bucket in present)
+        self._scheduler.observe(grant, computed.compute_s, self._context.run.clock())
+        overtaken = self._finish_own(state, grant, _done(grant, computed))
+        samples = state.plan.samples_in(*block)
+        self._context.run.history.contributions.add_own(block.num_leaves, samples, seconds)
+        return overtaken
+
+    def _finish_own(self, step: StepState, grant: BlockGrant, done: Done) -> BlockGrant | None:
+        overtaken = self._ledger.finish(grant.lease)
         self._loader.finished(grant.step, grant.block)
         step.note(grant.block, done)
         self._phase.used(leaves=grant.block.num_leaves)
+        return overtaken
 
     def blame(self, failed_work: FailedWork, traceback: str) -> None:
         """End the run over a leaf."""
         plan = self._context.steps.plan(failed_work.step)
         self._phase.blame(failed_work, plan, failed_work.leaf, traceback)
+
+
+def _done(grant: BlockGrant, computed: ComputedBlock) -> Done:
+    """What a worker would say of it."""
+    names, metrics = computed.metric_names, computed.metrics
+    return Done(grant.lease, computed.losses, names, metrics, computed.untouched, (), 0, 0.0, 0.0)

@@ -35,7 +35,7 @@ from w5xde_async.data.loader import BlockData
 from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import BlockStore, Destination
-from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
+from w5xde_async.hub.work.lease_scheduler import LeaseScheduler, Sendable
 from w5xde_async.job import shown_progress
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.audit import Auditor
@@ -117,6 +117,8 @@ class SyncTraining:
             catch_up = CatchUp(deltas, self.aggregator, self.roster.sessions, self.lifecycle.fail)
         self._recomputation, self._in_place = recomputation, in_place
         self._sent_out = first_step  # which step workers compute although such steps are computed here
+        self._stood_for: Session | None = None  # whose leases the coordinator computes, beside other workers
+        self._for_us: list[int] = []  # these leases
         shared = SyncContext(
             context, self.phase, self.ledger, self.store, self.aggregator, self.sampler, recomputation
         )  # fmt: skip
@@ -223,6 +225,10 @@ class SyncTraining:
         while self.lifecycle.failure is None:
             if self.ledger.complete(self.version) and not self.verification.holding:
                 return True
+            if self._has_lease_here():
+                await asyncio.sleep(0)  # what others were told leaves first, and what they have said is heard
+                self._compute_lease()
+                continue
             if await self.aggregator.reduce():
                 continue
             if await self.results.settle() or await self._settle():
@@ -241,17 +247,44 @@ class SyncTraining:
                 return False
         return False
 
-    @property
-    def computes_here(self) -> bool:
-        """Whether steps are computed here, in place of a worker."""
+    def _stands_for(self) -> Session | None:
+        """In which worker's place something is computed here: whole steps, or its leases."""
         in_place, sessions = self._in_place, self.roster.sessions
         if in_place is None or not self.phase.may_lease():
-            return False
+            return None
         membership = self.roster.membership
         return in_place.stands_in(
             lambda session: sessions.get(session.worker_id) is session and membership.is_ready(session.worker_id),
             lambda: [sessions[worker] for worker in membership.ready_ids],
         )
+
+    @property
+    def computes_here(self) -> bool:
+        """Whether steps are computed here, in place of a worker."""
+        return self._in_place is not None and self._stands_for() is not None and self._in_place.whole
+
+    def takes_place_of(self, session: Session) -> bool:
+        """Whether this worker's leases are computed here, beside those of others."""
+        return self._stood_for is session
+
+    def _stand(self) -> None:
+        """See whose leases are to be computed here from now on."""
+        session = None
+        if self._in_place is not None and not self._in_place.whole and not self.pacing.slow_lines:
+            session = self._stands_for()
+        if session is self._stood_for:
+            return
+        before, self._stood_for = self._stood_for, session
+        if before is not None:
+            self.pacing.at_most(before.worker_id, math.inf)
+        if session is not None:
+            self.pacing.at_most(session.worker_id, self.pacing.config.whole_step_s)
+        leases, self._for_us = self._for_us, []
+        for lease in leases:
+            if self.ledger.get(lease) is not None:
+                self.ledger.give_back(lease)
+        if before is not None:
+            self._let_go(before.worker_id)  # it may wait for that alone
 
     @property
     def _plan_under_way(self) -> StepPlan:
@@ -277,6 +310,50 @@ class SyncTraining:
         self.results.count_whole(computed, self.context.clock() - began)
         in_place.release(computed)
         return True
+
+    def _has_lease_here(self) -> bool:
+        """Whether a lease of the current step is to be computed here."""
+        return bool(self._for_us) and any(
+            grant is None or grant.step == self.version for grant in map(self.ledger.get, self._for_us)
+        )
+
+    def _compute_lease(self) -> None:
+        """Compute the next lease that is the coordinator's, where there still is one."""
+        self._stand()
+        if not self._for_us:
+            self.schedule()
+        for lease in tuple(self._for_us):
+            grant = self.ledger.get(lease)
+            if grant is None:
+                self._for_us.remove(lease)  # it was taken back, or its block is finished
+            elif grant.step == self.version:
+                self._for_us.remove(lease)
+                self._compute_grant(grant)
+                return
+
+    def _compute_grant(self, grant: BlockGrant) -> None:
+        session, in_place, clock = self._stood_for, self._in_place, self.context.clock
+        assert session is not None
+        assert in_place is not None
+        began, block = clock(), grant.block
+        computed = in_place.compute_part(self._plan_under_way, block)
+        buckets = None if computed is None else self.results.cleared(block, computed.absent)
+        if computed is None or buckets is None:  # workers compute it, or a backup's result of it is on its way
+            self.ledger.give_back(grant.lease)
+            if computed is not None:
+                in_place.release(computed)
+            self.schedule()
+            return
+        stays, seconds = in_place.can_lend, clock() - began
+        other = self.results.count_leased(session, grant, computed, buckets, seconds, copy=not stays)
+        if stays:
+            in_place.lend(computed)
+        else:
+            in_place.release(computed)
+        if other is not None:
+            self._overtake(other)
+        self._let_go(session.worker_id)
+        self.schedule(None if self.verification.holding else session.worker_id)
 
     def _send_out(self) -> None:
         """Have workers compute the current step."""
@@ -308,6 +385,7 @@ class SyncTraining:
         for decision in ruling.decisions:
             match decision:
                 case Count():
+                    self._watch(block)
                     self.results.count(block)
                     self._credit(block)
                 case Discard(reason):
@@ -337,6 +415,8 @@ class SyncTraining:
             await self.journal.room()
         waited = self.context.clock() - began
         step, applied, pieces, phases_s = await self.aggregator.commit()
+        if self._in_place is not None:
+            self._in_place.committed()
         if self.journal is not None:
             phases_s["journal"] = waited + step.copy_s
         began = self.context.clock()
@@ -356,6 +436,9 @@ class SyncTraining:
         sessions = self.roster.sessions
         idle = {session for worker, session in sessions.items() if not self._has_work(worker)}
         self.publisher.send(sessions.values(), self.version, pieces, idle=idle)
+        if self._stood_for is not None:  # what follows here is long; else what workers wait for would leave with this
+            for session in sessions.values():
+                session.outbox.flush()
         if self.roster.keeps_residuals:
             for member in tuple(self.roster.membership.members.values()):
                 if member.standing is Standing.DRAINING:
@@ -431,6 +514,7 @@ class SyncTraining:
             return
         if only is not None and not self.roster.membership.is_ready(only):
             return
+        self._stand()
         steps = self.ledger.open_steps
         if self.lifecycle.stopping:
             steps = steps[:1]
@@ -443,9 +527,18 @@ class SyncTraining:
             steps, now, has_credit=self.roster.has_credit, again=only is None,
             hold_back=self.verification.num_held >= most_held(self.context.config),
         ):  # fmt: skip
-            self.roster.sessions[worker].post_lease(lease.message, lease.buffers)
+            self._post(worker, lease)
         self._look_again_at(self.scheduler.look_again_at, now)
         self._lease_anew()
+
+    def _post(self, worker: str, lease: Sendable) -> None:
+        """Send a lease to its worker, or keep it where it is computed in its place."""
+        session, number = self.roster.sessions[worker], lease.message.lease
+        if session is self._stood_for and not (lease.message.local or self.ledger.is_audit(number)):
+            self._for_us.append(number)
+            self.lifecycle.wake.set()
+        else:
+            session.post_lease(lease.message, lease.buffers)
 
     def _beyond(self, grant: BlockGrant, data: BlockData) -> bool:
         """Whether a lease has leaves that its worker, which has not the job's code, has no graph for.
@@ -475,7 +568,9 @@ class SyncTraining:
 
     def _granted(self, grant: BlockGrant) -> None:
         """A lease was given: of the current version, perhaps to one that had no work and was not sent it."""
-        if grant.step == self.version and (session := self.roster.sessions.get(grant.worker)) is not None:
+        session = self.roster.sessions.get(grant.worker)
+        kept = session is self._stood_for and not self.ledger.is_audit(grant.lease)
+        if grant.step == self.version and session is not None and not kept:
             self.publisher.bring(session)
 
     def _there(self, grant: BlockGrant) -> tuple[int, ...]:
@@ -485,8 +580,8 @@ class SyncTraining:
         return tuple(sorted(self.store.suppliers(grant.block)))
 
     def _has_work(self, worker: str) -> bool:
-        """Whether it holds a lease of the current step."""
-        return any(grant.step == self.version for grant in self.ledger.held(worker))
+        """Whether it holds a lease of the current step, which it is to compute itself."""
+        return any(grant.step == self.version and grant.lease not in self._for_us for grant in self.ledger.held(worker))
 
     def _too_many(self) -> bool:
         """Whether there are more workers than leaves, in this step and the next."""
@@ -525,7 +620,7 @@ class SyncTraining:
         self.lifecycle.wake.set()  # a step that is computed here may wait for it
         if self.lifecycle.failure is None:
             for worker, lease in self.scheduler.read():
-                self.roster.sessions[worker].post_lease(lease.message, lease.buffers)
+                self._post(worker, lease)
             self._lease_anew()
 
     def _lease_anew(self) -> None:
@@ -559,13 +654,17 @@ class SyncTraining:
         member = self.roster.answered(session, done.lease)
         if member is not None:
             self.roster.note_coding(session, member, done)
-        if finished is not None and (other := finished.overtaken) is not None:
-            self.scheduler.overtaken(other, self.context.clock())
-            self.revoke(other, "another worker was faster")
-            self.roster.await_answer(other.worker)
+        if finished is not None and finished.overtaken is not None:
+            self._overtake(finished.overtaken)
         self._let_go(session.worker_id)
         if not (self.aggregator.is_quick and self.ledger.complete(self.version) and not self.verification.holding):
             self.schedule(None if self.verification.holding else session.worker_id)  # else it follows the commit
+
+    def _overtake(self, other: BlockGrant) -> None:
+        """The block of this lease was finished under another."""
+        self.scheduler.overtaken(other, self.context.clock())
+        self.revoke(other, "another worker was faster")
+        self.roster.await_answer(other.worker)
 
     def _credit(self, finished: FinishedBlock) -> None:
         """A block counts: its worker's figures tell of it."""
@@ -574,10 +673,18 @@ class SyncTraining:
         step = self.aggregator.step
         assert step is not None
         samples = step.plan.samples_in(*grant.block)
-        if self._in_place is not None:
-            short = done.compute_s < self.pacing.config.whole_step_s
-            self._in_place.watch(session, done, whole=short and grant.block.num_leaves == step.plan.num_leaves)
         self.phase.credit(session.worker_id, grant.block.num_leaves, samples, done)
+
+    def _watch(self, finished: FinishedBlock) -> None:
+        """A block is about to count: whether it could as well be computed here."""
+        in_place, step = self._in_place, self.aggregator.step
+        if in_place is None or step is None:
+            return
+        grant, done, short_s = finished.grant, finished.done, self.pacing.config.whole_step_s
+        if grant.block.num_leaves == step.plan.num_leaves and done.compute_s < short_s:
+            in_place.watch(finished.session, done, whole=True)
+        elif done.compute_s < short_s * grant.block.num_leaves and not self.pacing.slow_lines:
+            in_place.watch_part(finished.session, done, step.plan, grant.block, self.store.pieces(grant.block))
 
     def _quarantine(self, worker: str, session: Session | None, reason: str) -> None:
         """A worker was proven wrong: nothing of its that does not count yet will."""
@@ -616,8 +723,10 @@ class SyncTraining:
         self.schedule()
 
     def revoke(self, grant: Grant, reason: str) -> None:
-        # Else it was not sent: it waits for its data.
-        if grant.lease not in self.scheduler.unread or grant.lease in self.scheduler.known:
+        # Else it was not sent: it waits for its data, or is computed here.
+        if grant.lease in self._for_us:
+            self._for_us.remove(grant.lease)
+        elif grant.lease not in self.scheduler.unread or grant.lease in self.scheduler.known:
             self.roster.revoke(grant, reason)
         self._let_go(grant.worker)  # that may have been the last it held
 

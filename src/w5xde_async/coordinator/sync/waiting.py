@@ -26,6 +26,8 @@ def reason_to_wait(training: SyncTraining, session: Session, member: Member) -> 
         return "the end of the run"
     if training.computes_here:
         return "steps that are worth sending: the coordinator computes these itself"
+    if training.takes_place_of(session):
+        return "leaves that are worth sending: the coordinator computes its part itself"
     held = training.ledger.held(member.worker_id)
     if any(grant.step == steps[0] for grant in held):
         if (reason := reason_of_network(session)) is not None:
