@@ -10,6 +10,7 @@ a program starts is kept for whoever listens to it later, and kills nobody.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import signal
@@ -62,6 +63,27 @@ class _Early:
             if again:
                 os._exit(ExitCode.INTERRUPTED_TWICE)
             raise KeyboardInterrupt(_reason(number))
+
+
+class _Ending:
+    """The handler of signals that stop the program while it ends. The first changes nothing: what it asks for is under
+    way. Another ends the process at once."""
+
+    def __init__(self) -> None:
+        self._came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._came:
+            os._exit(ExitCode.INTERRUPTED_TWICE)
+        self._came = True
+
+
+def _ignore_stops() -> None:
+    """Python gives signals their defaults back long before its process has ended: with those, one that comes then would
+    make a death of a good end."""
+    for number in _known(*_STOPS):
+        if isinstance(signal.getsignal(number), _Ending):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def stop_came_early() -> bool:
@@ -204,6 +226,7 @@ def signals(
 
     numbers = [number for number in (*_known(*_STOPS), *forewarnings) if signal.getsignal(number) is not signal.SIG_IGN]
     early = [number for number in numbers if _came_early(number)]
+    launched = [number for number in numbers if isinstance(signal.getsignal(number), _Early)]
     for number in numbers:
         if sys.platform == "win32":
             signal.signal(number, lambda got, _: loop.call_soon_threadsafe(received, signal.Signals(got)))
@@ -214,11 +237,13 @@ def signals(
             received(early[0])
         yield
     finally:
+        ending = _Ending()
         for number in numbers:
-            if sys.platform == "win32":
-                signal.signal(number, signal.SIG_DFL)
-            else:
+            if sys.platform != "win32":
                 loop.remove_signal_handler(number)
+            signal.signal(number, ending if number in launched else signal.SIG_DFL)
+        if launched:
+            atexit.register(_ignore_stops)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from w5xde_async.errors import ExitCode, need
+from w5xde_async.errors import ExitCode, LeafFailed, need
 from w5xde_async.process import exit_code_of, launch, signals
 
 if TYPE_CHECKING:
@@ -66,13 +66,20 @@ def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any
 
     tried = sizes(job, workers)
     rows: list[Row] = []
+    refused: list[int] = []
 
     async def measure() -> float:
         for size in tried:
             sys.stderr.write(f"measuring microbatch_size={size} ...\n")
-            rows.append(await measured(
-                job, size, settings.job or "", config, workers=workers, threads=threads, seconds=settings.seconds
-            ))  # fmt: skip
+            try:
+                rows.append(await measured(
+                    job, size, settings.job or "", config, workers=workers, threads=threads, seconds=settings.seconds
+                ))  # fmt: skip
+            except LeafFailed as error:  # batch norm refuses single samples; larger ones may do
+                if size == job.microbatch_samples:
+                    raise
+                sys.stderr.write(f"microbatch_size={size} cannot be computed: {str(error).splitlines()[0]}\n")
+                refused.append(size)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(None, partial(plain_loop, job, workers * threads, settings.seconds))
 
@@ -94,7 +101,7 @@ def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any
             sys.stdout.write(report(job, rows, plain, workers=workers, threads=threads))
         if plain is not None:
             return ExitCode.OK
-        left = ", ".join(map(str, tried[len(rows) :])) or "the plain loop"
+        left = ", ".join(map(str, tried[len(rows) + len(refused) :])) or "the plain loop"
         sys.stderr.write(f"{stopped_by}: {len(rows)} of {len(tried)} sizes measured; not measured: {left}\n")
         return exit_code_of(stopped_by, settings.exit_on_drain)
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
+
+_TOO_LONG = "it took longer than it may"
+_MOST_SWALLOWED = 3  # interrupts: by then it swallows every one
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -48,14 +52,18 @@ class Overdue(BaseException):
 class time_limit:
     """Calls of the user's code on the main thread: after ``seconds`` they are interrupted, by Overdue.
 
-    Also where they sleep or wait for a lock, by a signal (SIGALRM); not inside of a library's own code. To be used only
-    where the signal ``is_free``, one at a time, and each until ``close``.
+    Also where they sleep or wait for a lock, by a signal (SIGALRM); not inside of a library's own code. Code that
+    swallows the interrupt is interrupted again, and Overdue is raised at its end, whatever it returns: what it made of
+    that is not what it makes. ``stuck`` is called where it has swallowed ``_MOST_SWALLOWED`` of them, and nothing will
+    ever end it. To be used only where the signal ``is_free``, one at a time, and each until ``close``.
     """
 
     _in_use = 0
+    _fired = 0  # in the call under way
+    _stuck: Callable[[], object] | None = None  # of the limit under way
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._waits = seconds, False
+    def __init__(self, seconds: float, *, stuck: Callable[[], object] | None = None) -> None:
+        self._seconds, self._waits, self._on_stuck = seconds, False, stuck
 
     @staticmethod
     def is_free() -> bool:
@@ -71,12 +79,15 @@ class time_limit:
             signal.signal(signal.SIGALRM, _interrupt)
             self._waits = True
             time_limit._in_use += 1
-        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+        time_limit._fired, time_limit._stuck = 0, self._on_stuck
+        signal.setitimer(signal.ITIMER_REAL, self._seconds, self._seconds)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        if time_limit._fired and not isinstance(error, Overdue):
+            raise Overdue(_TOO_LONG) from error
 
     def close(self) -> None:
         """Others may have the signal again, once nobody here uses it."""
@@ -88,4 +99,7 @@ class time_limit:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Overdue("it took longer than it may")
+    time_limit._fired += 1
+    if time_limit._fired > _MOST_SWALLOWED and time_limit._stuck is not None:
+        time_limit._stuck()
+    raise Overdue(_TOO_LONG)

@@ -27,6 +27,8 @@ from w5xde_async.params.flat import named_digest
 from w5xde_async.plan.pacing import Pacing, PacingConfig
 from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.telemetry.events import WorkerShare
+from w5xde_async.worker.executors.executor import Computed, HeldLease, Send
+from w5xde_async.worker.executors.in_place import InPlaceExecutor
 from w5xde_async.worker.service import Departure, Worker
 
 STEPS = 60
@@ -36,7 +38,7 @@ SHORT = PacingConfig(short_steps="here", whole_step_s=5.0)  # on whatever machin
 class _NoLimit(nullcontext[None]):
     """In place of ``time_limit``, whose signal the tests' own time limits have."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, **_: Any) -> None:
         super().__init__()
 
     @staticmethod
@@ -255,35 +257,27 @@ async def test_the_bits_stay_whoever_of_two_goes(how: str, which: int) -> None:
     assert result.digest == named_digest(reference.train(made, STEPS)[0])
 
 
-class Hangs(nn.Linear):
-    """From one call of a worker's on, until it is let go."""
-
-    calls, released = 0, threading.Event()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if threading.current_thread() is not threading.main_thread():
-            Hangs.calls += self.training
-            if Hangs.calls > 200:
-                Hangs.released.wait(30)
-        return super().forward(x)
-
-
 @pytest.mark.usefixtures("steps_are_shared_out")
-async def test_what_a_worker_beside_it_hangs_with_is_computed_here() -> None:
-    Hangs.calls = 0
-    Hangs.released.clear()
-    model = lambda: nn.Sequential(nn.Flatten(), Hangs(64, 10))  # noqa: E731
-    made = short(jobs.mlp_sgd, model=model, batch_size=32, microbatch_size=4)
-    async with Coordinator(made, config=settings(pacing=SHORT, min_workers=2)) as coordinator:
+async def test_what_a_worker_beside_it_hangs_with_is_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, released, blocks = InPlaceExecutor.compute, threading.Event(), 0
+
+    def hang(self: InPlaceExecutor, held: HeldLease, send: Send) -> Computed:
+        nonlocal blocks
+        blocks += 1
+        if blocks > 120:  # by then the other one's are computed here
+            released.wait(30)
+        return compute(self, held, send)
+
+    monkeypatch.setattr(InPlaceExecutor, "compute", hang)
+    made, seen = short(jobs.mlp_sgd, batch_size=32, microbatch_size=4), Commits()
+    async with Coordinator(made, config=settings(pacing=SHORT, min_workers=2), bus=seen.bus) as coordinator:
         workers = [Worker(coordinator.address, job=made, config=QUICK_WORKER) for _ in range(2)]
         running = [asyncio.create_task(worker.run()) for worker in workers]
-        while not Hangs.released.is_set():
-            await asyncio.sleep(0)
-            if coordinator.step >= STEPS - 1:
-                Hangs.released.set()
+        await seen.reach(STEPS - 1)
+        released.set()
         result = await coordinator.wait()
         await asyncio.gather(*running, return_exceptions=True)
-    assert Hangs.calls > 200
+    assert blocks > 120
     assert result.digest == named_digest(reference.train(made, STEPS)[0])
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -139,6 +141,7 @@ def test_one_bit_is_enough_to_leave_them_to_the_worker() -> None:
     [
         session(device="cuda:0"),
         session(numerics="tp=2 ab"),
+        session(threads=(os.cpu_count() or 1) + 1),
         session(torch_version="1.0"),
         SimpleNamespace(**{**vars(session()), "link": SimpleNamespace(same_host=False)}),
         SimpleNamespace(**{**vars(session()), "ranks": 2}),
@@ -152,6 +155,59 @@ def test_there_are_workers_in_whose_place_they_never_are(other: Any) -> None:
     assert not rig.stands_in
 
 
+def test_who_computes_otherwise_is_told_of_once() -> None:
+    rig, worker = Rig(), session()
+    told: list[str] = []
+    rig.in_place._differs = told.append
+    for _ in range(in_place._SETTLED + 20):
+        rig.by_worker(worker, changed=1.0)
+    assert told == ["w"]
+
+
+def by_part(rig: Rig, worker: Any, seconds: float = 1.0, *, changed: float = 0.0) -> bool:
+    """A step of which a worker has computed a part. Whether that was compared."""
+    done, pieces = rig.results()
+    if changed:
+        pieces[0][0] += changed
+    block = Block(0, rig.plan.num_leaves)
+    rig.in_place.watch_part(worker, done, rig.plan, block, pieces)
+    rig.in_place.watch_part(session(), done, rig.plan, block, pieces)  # one a step is enough
+    compared = rig.in_place._compared
+    rig.in_place.took(seconds)
+    return compared
+
+
+def test_parts_of_steps_are_computed_here_once_some_were_the_same_to_the_bit() -> None:
+    rig, worker = Rig(), session()
+    rig.members.append(worker)
+    assert not any(by_part(rig, worker) for _ in range(in_place._SETTLED))
+    for _ in range(in_place._PROOFS):
+        assert not rig.stands_in
+        assert by_part(rig, worker)
+    assert rig.stands_in
+    assert not rig.in_place.whole
+    assert not by_part(rig, worker)
+    for _ in range(2 * in_place.MOST_LENT):
+        computed = rig.in_place.compute_part(rig.plan, Block(0, rig.plan.num_leaves))
+        assert computed is not None
+        (rig.in_place.lend if rig.in_place.can_lend else rig.in_place.release)(computed)
+    assert not rig.in_place.can_lend
+    rig.in_place.committed()
+    assert rig.in_place.can_lend
+    rig.in_place.took(0.5)
+    rig.batch = None
+    assert rig.in_place.compute_part(rig.plan, Block(0, rig.plan.num_leaves)) is None
+
+
+def test_one_bit_of_a_part_is_enough_to_leave_all_to_the_worker() -> None:
+    rig, worker = Rig(), session()
+    rig.members.append(worker)
+    for _ in range(in_place._SETTLED + 1):
+        by_part(rig, worker, changed=2.0**-20)
+    assert not any(by_part(rig, worker) for _ in range(50))
+    assert not rig.stands_in
+
+
 def test_steps_that_are_shared_out_show_nothing() -> None:
     rig, worker = Rig(), session()
     assert not any(rig.by_worker(worker, whole=False) for _ in range(40))
@@ -160,7 +216,7 @@ def test_steps_that_are_shared_out_show_nothing() -> None:
 def test_whoever_is_proved_stands_for_those_that_compute_alike() -> None:
     rig, worker = Rig(), session()
     rig.prove(worker)
-    rig.members[:] = [session(threads=2), twin := session()]
+    rig.members[:] = [session(torch_version="1.0"), twin := session()]
     assert rig.stands_in
     rig.members.remove(twin)
     assert not rig.stands_in
@@ -201,12 +257,17 @@ class Steps:
             raise RuntimeError("not today")
         if self.does == "hangs":
             time.sleep(60)
+        if self.does == "swallows":
+            with suppress(BaseException):
+                time.sleep(60)
+        if self.does == "interrupts":
+            raise KeyboardInterrupt
         if self.does == "writes":
             x.mul_(0)
         return nn.functional.cross_entropy(model(x), y)
 
 
-@pytest.mark.parametrize("does", ["raises", "hangs"])
+@pytest.mark.parametrize("does", ["raises", "hangs", "swallows", "interrupts"])
 def test_a_step_that_fails_or_hangs_is_left_to_workers_and_so_is_every_other(
     does: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +299,7 @@ def test_data_that_has_not_come() -> None:
     assert not rig.in_place.has_data(rig.plan)
 
 
-def test_the_number_of_threads_is_the_workers_and_then_what_it_was() -> None:
+def test_the_number_of_threads_is_the_workers_and_then_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     before, seen = torch.get_num_threads(), []
 
     def step(model: nn.Module, batch: Any) -> Tensor:
@@ -246,6 +307,7 @@ def test_the_number_of_threads_is_the_workers_and_then_what_it_was() -> None:
         torch.set_num_threads(before + 2)  # whatever it does
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
+    monkeypatch.setattr("os.cpu_count", lambda: before + 1)
     rig = Rig(replace(jobs.mlp_sgd(), step=step, loss=None))
     rig.in_place._kind = in_place._kind(session(threads=before + 1))
     assert rig.in_place.has_data(rig.plan)
@@ -267,6 +329,26 @@ def test_code_that_sleeps_or_goes_round_in_circles_is_interrupted() -> None:
         time.sleep(60)
     limit.close()
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_code_that_swallows_every_interrupt_is_given_up() -> None:
+    class GivenUp(BaseException):
+        pass
+
+    def give_up() -> None:
+        nonlocal swallows
+        swallows = False
+        raise GivenUp
+
+    def swallow() -> None:
+        while swallows:
+            with suppress(BaseException):
+                time.sleep(60)
+
+    swallows, limit = True, time_limit(0.02, stuck=give_up)
+    with pytest.raises(Overdue), limit:
+        swallow()
+    limit.close()
 
 
 def test_the_signal_is_not_taken_from_anybody() -> None:

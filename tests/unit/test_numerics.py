@@ -44,3 +44,14 @@ def test_that_there_are_several_is_told_once_and_those_that_were_are_remembered(
     for number in range(1000):
         run.note(f"tp=2 {number}")
     assert len(run.past) == 64
+
+
+def test_devices_that_differ_are_told_once_and_those_before_a_resume_count() -> None:
+    run = RunNumerics()
+    told = [run.note_device("cpu", threads) for threads in (1, 1, 2, 1, 3)]
+    assert [bool(text) for text in told] == [False, False, True, False, False]
+    assert "cpu with 1 thread and cpu with 2 threads" in told[2]
+    again = RunNumerics()
+    again.devices[:] = run.devices[:1]
+    assert not again.note_device("cpu", 1)
+    assert "cpu with 2 threads" in again.note_device("cpu", 2)

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from w5xde_async.errors import ExitCode
-from w5xde_async.process import _Early, use_batch_scheduling
+from w5xde_async.process import _Early, _Ending, _ignore_stops, use_batch_scheduling
 
 
 class Ended(BaseException):
@@ -36,6 +36,30 @@ def test_a_warning_before_it_is_not_the_first() -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         with pytest.raises(KeyboardInterrupt):
             stops(number, None)
+
+
+def test_while_it_ends_a_first_stop_changes_nothing_and_a_second_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr("os._exit", end)
+    ending = _Ending()
+    ending(signal.SIGINT, None)
+    with pytest.raises(Ended) as ended:
+        ending(signal.SIGTERM, None)
+    assert ended.value.args == (ExitCode.INTERRUPTED_TWICE,)
+
+
+def test_while_python_ends_its_default_does_not_come_back() -> None:
+    before = signal.signal(signal.SIGTERM, _Ending())
+    try:
+        _ignore_stops()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not this program's any more
+        _ignore_stops()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _policy_in_a_thread(before: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import torch
 from tests.support import jobs
 
 from w5xde_async import tune
-from w5xde_async.errors import UsageError
+from w5xde_async.errors import LeafFailed, UsageError
 from w5xde_async.job import Job
 from w5xde_async.settings import read
 from w5xde_async.settings.programs import TuningSettings
@@ -51,6 +51,26 @@ def test_a_plain_loop_leaves_the_job_and_torch_as_they_were() -> None:
     assert plain_loop(job, 1, 0.01) > 0
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_size_that_the_job_cannot_compute_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As batch norm refuses single samples."""
+    (tmp_path / "train.py").write_text(_JOB)
+
+    async def measured(job: Job, size: int, *given: object, **named: object) -> Row:
+        if size == 1:
+            raise LeafFailed(0, 0, [0], 1, "ValueError: Expected more than 1 value per channel")
+        return row(size, 1500.0)
+
+    monkeypatch.setattr(tune, "measured", measured)
+    monkeypatch.setattr(tune, "plain_loop", lambda *_: 100.0)
+    settings, _ = read(TuningSettings, [f"{tmp_path / 'train.py'}:job"], prog="tune")
+    assert asyncio.run(tune._prepare(settings, "")()) == 0
+    told = capsys.readouterr()
+    assert [line.split()[0] for line in told.out.splitlines()[:2]] == ["microbatch_size", "2"]
+    assert "microbatch_size=1 cannot be computed: step 0, leaf 0: ValueError: Expected more than 1" in told.err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75)])

@@ -8,6 +8,7 @@ import logging
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from w5xde_async.cluster import worker_processes
 from w5xde_async.cluster.worker_processes import LocalWorkers
+from w5xde_async.runtime import loop_factory
 from w5xde_async.settings.flags import read
 from w5xde_async.settings.programs import CoordinatorSettings
 
@@ -174,6 +176,23 @@ async def test_what_was_started_too_early_ends_too(asked: Asked) -> None:
     await workers.prestart()
     await workers.aclose()  # the job could not be loaded
     assert all(one.ended.is_set() for one in asked.started)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, loop_factory("auto")])
+def test_one_that_has_died_before_its_orders_is_noticed_by_whoever_waits(loop: Callable[[], Any]) -> None:
+    """uvloop's pipes raise what no other loop's do."""
+
+    async def run() -> None:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", "import os; os.close(0)", stdin=subprocess.PIPE
+        )
+        assert await process.wait() == 0
+        for _ in range(100):
+            await asyncio.sleep(0)
+            worker_processes._say(process, b"\n")
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
 
 
 async def test_one_that_somebody_tells_to_go_is_not_started_again(asked: Asked) -> None:

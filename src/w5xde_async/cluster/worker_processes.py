@@ -325,9 +325,10 @@ def _apart() -> dict[str, Any]:
 
 
 def _say(process: Process, line: bytes) -> None:
-    """A few hundred bytes: they fit into the pipe."""
+    """A few hundred bytes: they fit into the pipe. One that has ended is told nothing: whoever waits for it hears."""
     assert process.stdin is not None
-    process.stdin.write(line)
+    with suppress(RuntimeError, OSError):  # uvloop's transport raises where its process is gone
+        process.stdin.write(line)
 
 
 def _kill(process: Process) -> None:

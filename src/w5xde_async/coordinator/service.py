@@ -21,6 +21,7 @@ from typing import Self
 from torch import nn
 
 import w5xde_async
+from w5xde_async.compute.leaf_size import is_short
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.journal_writer import JournalWriter
 from w5xde_async.coordinator.memory_bound import EXTRA_LINKS, memory_bound_bytes
@@ -47,7 +48,6 @@ from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.messages import ByeCode
 
-_SHORT_STEP_FLOPS = 50_000_000  # a millisecond or two on one core
 _LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -306,10 +306,12 @@ class Coordinator:
         port: int = self._listening.port
         return port
 
-    @property
-    def has_short_steps(self) -> bool:
+    async def has_short_steps(self) -> bool:
         """Whether a step is so little arithmetic that a second thread costs more than it computes."""
-        return self._prepared is not None and 0 < self._prepared.spec.step_flops < _SHORT_STEP_FLOPS
+        if self._prepared is None:
+            return False
+        spec = self._prepared.spec
+        return await asyncio.get_running_loop().run_in_executor(None, is_short, spec.job, spec.model, spec.step_flops)
 
     @property
     def address(self) -> str:

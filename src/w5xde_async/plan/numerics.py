@@ -14,12 +14,14 @@ FIRST, ANY = "first", "any"  #: settings: as the first worker of the run, and al
 
 
 class RunNumerics:
-    """Those of one run. ``past``: what had computed before this coordinator started, and what has since."""
+    """Those of one run. ``past``: what had computed before this coordinator started, and what has since; ``devices``:
+    on what, with how many threads."""
 
     def __init__(self) -> None:
         self.past: list[str] = []
+        self.devices: list[str] = []
         self._agreed = ""
-        self._mixed = False
+        self._mixed = self._differ = False
 
     def asked(self, wanted: str) -> str:
         """What a new worker is asked for by the setting ``wanted``; empty: nothing."""
@@ -39,6 +41,21 @@ class RunNumerics:
         return (
             f"sums are made in several ways ({', '.join(sorted(self.past))}): the run stays exact in what it counts, "
             "but its last bits depend on who computed what"
+        )
+
+    def note_device(self, name: str, threads: int) -> str:
+        """A worker computes on such a device. As ``note``."""
+        device = f"{name} with {threads} {'thread' if threads == 1 else 'threads'}"
+        if device in self.devices or len(self.devices) >= _MOST_KNOWN:
+            return ""
+        self.devices.append(device)
+        if len(self.devices) == 1 or self._differ:
+            return ""
+        self._differ = True
+        return (
+            f"workers differ ({' and '.join(sorted(self.devices))}): the run stays exact in what it counts, but its "
+            "last bits may depend on which of them computed what; --threads (of local workers --worker-threads) makes "
+            "them alike"
         )
 
 

@@ -260,6 +260,8 @@ def _restore(spec: RunSpec, strategy: Strategy, record: Record, directory: RunDi
             )
     past: Any = record.meta.get("numerics", [])
     spec.numerics.past[:] = map(str, past)
+    devices: Any = record.meta.get("devices", [])
+    spec.numerics.devices[:] = map(str, devices)
     if set(past) - {EXACT}:
         notes.append(f"results so far were computed in these ways: {', '.join(spec.numerics.past)} (docs/islands.md)")
     bad: Any = record.meta.get("bad_samples", [])
@@ -361,6 +363,7 @@ class KeptState:
                 "layout": json.loads(spec.layout.describe()),
                 "rule": skeleton,
                 "numerics": list(spec.numerics.past),
+                "devices": list(spec.numerics.devices),
                 **({} if spec.stream is None else {"stream": self._mark(spec.stream, step)}),
                 **({"bad_samples": [*bad]} if (bad := spec.bad.all()) else {}),
                 **({"overrides": [list(one) for one in spec.overrides]} if spec.overrides else {}),

@@ -304,6 +304,12 @@ class Run:
         self._hooks.on_change(self.training)
 
 
+_OTHER_BITS = (
+    "{name} has computed other bits of a step than the coordinator from the same parameters and data: the job's step "
+    "keeps something from call to call (a counter, a cache), or that worker is wrong; its steps stay with workers"
+)
+
+
 def make_training(
     spec: RunSpec, strategy: Strategy, context: RunContext, name: str, *, journal: StepJournal | None = None
 ) -> Training:
@@ -317,7 +323,10 @@ def make_training(
     if isinstance(strategy.rule, SyncRule):
         in_place = None
         if config.pacing.short_steps == "here" and update.plain and spec.growing is None and time_limit.is_free():
-            in_place = InPlace(job, context.loader, spec.state, strategy.rule)
+            in_place = InPlace(
+                job, context.loader, spec.state, strategy.rule,
+                differs=lambda name: context.bus.publish(Warned(text=_OTHER_BITS.format(name=name))),
+            )  # fmt: skip
         return SyncTraining(
             context, Greeting(message=message, layout=spec.layout, segment=spec.segment if update.plain else None),
             strategy.rule, growing=spec.growing,

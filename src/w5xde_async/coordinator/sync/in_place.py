@@ -17,7 +17,9 @@ Memory: the model once more, ``MOST_LENT`` result vectors and the activations of
 from __future__ import annotations
 
 import logging
+import os
 import statistics
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from torch import Tensor
 from w5xde_async.compute.block import ComputedBlock, Task
 from w5xde_async.compute.engine import Engine
 from w5xde_async.data.loader import Batch, Loader
+from w5xde_async.errors import ExitCode
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
 from w5xde_async.params.flat import FlatState, ResultVector
@@ -44,6 +47,7 @@ _SETTLED = 16  # steps by way of workers, and steps here, of which the medians a
 _PROOFS = 4
 _MOST_KINDS = 16  # of workers that are compared
 _MOST_BYTES = 4 << 20  # of a result, and of the model, which is copied on the loop
+_MOST_PATIENCE = 256  # steps by way of workers, before it is tried again
 _LONGEST_S = 5.0
 MOST_LENT = 4  #: results that wait for their step's end where they were summed; others are copied
 
@@ -60,7 +64,12 @@ class _Kind:
 class InPlace:
     """Computes whole steps of ``job`` at ``state``'s parameters. All of it on the event loop's thread."""
 
-    def __init__(self, job: Job, loader: Loader, state: FlatState, rule: SyncRule) -> None:
+    def __init__(
+        self, job: Job, loader: Loader, state: FlatState, rule: SyncRule, *,
+        differs: Callable[[str], None] = lambda worker: None,
+    ) -> None:  # fmt: skip
+        """``differs`` is called with the name of a worker whose bits are not the coordinator's."""
+        self._differs = differs
         self._job, self._loader, self._state, self._rule = job, loader, state, rule
         self._engine: Engine | None = None
         self._over = rule.layout.vector_bytes > _MOST_BYTES or job.local_data is not None
@@ -68,7 +77,7 @@ class InPlace:
         self._by: Session | None = None  # in whose place something is computed
         self.whole = False  #: that is whole steps; else the leases of this worker, or of another that takes its place
         self._kind: _Kind | None = None  # its kind
-        self._limit = time_limit(_LONGEST_S)
+        self._limit = time_limit(_LONGEST_S, stuck=_end)
         self._settles = self._patience = _SETTLED  # steps by workers before the first one that is compared
         self._watched: tuple[Session, Done] | None = None  # whose part of the step under way could be computed here
         self._version = -1  # of the parameters that the engine has
@@ -125,7 +134,7 @@ class InPlace:
         if self._computed:
             self._here.append(seconds)
             if len(self._here) == _SETTLED and statistics.median(self._here) > statistics.median(self._there):
-                self._patience *= 4  # a machine that was busy with something else may have both, later
+                self._patience = min(4 * self._patience, _MOST_PATIENCE)  # a machine that was busy may have both later
                 self._settles, self._by = self._patience, None
                 self._here.clear()
         elif self._watched is not None and not self._compared:
@@ -156,7 +165,7 @@ class InPlace:
             self._over = True  # one of the two lacks memory
         elif not _same(own, done, pieces):
             self._proofs[kind] = -1
-            logger.info("short steps are left to workers: %s computes other bits than the coordinator", session.name)
+            self._differs(session.name)
         else:
             self._proofs[kind] = self._proofs.get(kind, 0) + 1
             if self._proofs[kind] >= _PROOFS:
@@ -228,7 +237,7 @@ class InPlace:
                     engine.load(range(len(engine.layout.buckets)))
                     self._version = plan.step
                 return engine.compute(task, _nowhere)
-        except (Exception, Overdue) as error:  # a worker computes the step next, and reports what is wrong with it
+        except (Exception, KeyboardInterrupt, Overdue) as error:  # a worker computes it, and reports what is wrong
             logger.info("steps are computed by workers from now on step=%d error=%s", plan.step, error)
             self._over = True
             return None
@@ -246,6 +255,18 @@ class InPlace:
             self._engine = None
 
 
+def _end() -> None:
+    """A step goes round in circles on the event loop and swallows whatever would end it: no signal is heard any more,
+    nothing is sent, no checkpoint can be made. What is on the disk is whole."""
+    sys.stderr.write(
+        "the job's step has swallowed every interrupt (an except without a type, or of BaseException) and does not "
+        "return: the coordinator ends. Have it catch Exception, or start with --short-steps workers; --resume goes on "
+        "from the last checkpoint\n"
+    )
+    sys.stderr.flush()
+    os._exit(ExitCode.ERROR)
+
+
 def _nowhere(bucket: int, vector: object) -> None:
     """Results are taken when the step is complete."""
 
@@ -254,6 +275,8 @@ def _kind(session: Session) -> _Kind | None:
     """How this worker computes; None where the coordinator cannot compute in its place."""
     said = session.ready
     if said is None or session.ranks > 1 or not session.link.same_host:
+        return None
+    if said.threads > (os.cpu_count() or 1):  # whatever it says, no more are started here
         return None
     if said.device.partition(":")[0] != "cpu" or said.numerics != EXACT or said.torch_version != torch.__version__:
         return None

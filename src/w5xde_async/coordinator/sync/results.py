@@ -492,7 +492,7 @@ class Results:
         run.history.contributions.add_own(leaves, state.plan.num_samples, seconds)
 
     def cleared(self, block: Block, absent: Sequence[int]) -> list[int] | None:
-        """Buckets of a block, other than those that are ``absent``, whose slots are empty, and nobody receives into them
+        """Buckets of a block, other than ``absent`` ones, whose slots are empty, and nobody receives into them
         any more. None where somebody's bytes are on their way into one and that cannot be changed."""
         self._drop_stale(block)
         buckets = [bucket for bucket in range(len(self._layout.result_buckets)) if bucket not in absent]

@@ -592,11 +592,15 @@ class SyncTraining:
         """Say once that there is not work for all."""
         if self._warned_of_idle or not self.phase.begun or not self._too_many():
             return
-        self._warned_of_idle = True
         ready, leaves = self.roster.membership.num_ready, self.ledger.num_leaves(self.ledger.open_steps[0])
+        leaf_s = self.pacing.fastest_leaf_s
+        if leaf_s is None or leaves * leaf_s < self.pacing.config.whole_step_s:
+            return  # it is not known yet how long a step is; or it would not be shared out with more leaves either
+        self._warned_of_idle, idle = True, ready - leaves
         self.phase.warn(
-            f"{ready} workers share steps of {leaves} {'leaf' if leaves == 1 else 'leaves'}: {ready - leaves} of them "
-            "have no work; raise batch_size or lower microbatch_size to have more leaves a step, or start fewer workers"
+            f"{ready} workers share steps of {leaves} {'leaf' if leaves == 1 else 'leaves'}: {idle} of them "
+            f"{'has' if idle == 1 else 'have'} no work; raise batch_size or lower microbatch_size to have more leaves a "
+            "step, or start fewer workers"
         )
 
     def _allowed_s(self, grant: BlockGrant) -> float:

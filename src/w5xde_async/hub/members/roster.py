@@ -129,7 +129,6 @@ class Roster:
         self._starting: deque[float] = deque(maxlen=_MOST_LOST)  # until when ranks may come that have met
         self._goodbye_at = -math.inf
         self._returned = asyncio.Event()
-        self._devices: set[tuple[str, int]] = set()
         self._bytes_before = (0, 0)
         self._liveness = Liveness(config, self.sessions, self._joining, self.membership, scheduling, self._warn)
 
@@ -416,7 +415,8 @@ class Roster:
             )
         )  # fmt: skip
         self.sessions[session.worker_id] = session
-        self._compare_devices(ready)
+        if differ := self._numerics.note_device(ready.device_name, ready.threads):
+            self._warn(differ)
         mixed = self._numerics.note(ready.numerics)
         if mixed and self._welcome.update == "sync":
             self._warn(mixed)
@@ -461,18 +461,6 @@ class Roster:
     def _is_back(self, worker: str) -> None:
         if self._lost.pop(worker, None) is not None:
             self._returned.set()
-
-    def _compare_devices(self, ready: Ready) -> None:
-        device = (ready.device_name, ready.threads)
-        if device in self._devices or len(self._devices) == 2:
-            return  # nothing new, or it was said
-        self._devices.add(device)
-        if len(self._devices) == 2:
-            listed = " and ".join(f"{name} with {threads} thread(s)" for name, threads in sorted(self._devices))
-            self._warn(
-                f"workers differ ({listed}): the run stays exact in what it counts, but its last bits may depend on "
-                "which of them computed what; --threads makes them alike"
-            )
 
     def authorizes(self, session: Session, lease: int) -> bool:
         """Whether the worker holds that lease."""
