@@ -37,7 +37,7 @@ from w5xde_async.job import build_model
 from w5xde_async.plan.sampler import Sampler
 
 #: Steps of a round and, before them, steps that warm up: (full, quick, warm).
-STEPS = {"tiny": (4000, 1000, 200), "mlp": (300, 80, 10), "gpt": (20, 5, 2)}
+STEPS = {"tiny": (4000, 1000, 200), "mlp": (400, 120, 40), "gpt": (20, 5, 2)}
 #: The sums of two gradients are added in another order; that much may the losses of the last step differ, relatively.
 TOLERANCE = 2e-3
 WORKERS = ("worker-0", "worker-1")

@@ -54,6 +54,7 @@ LEVELS = {
     "segments": 7,
     "config": 2,
     "errors": 1,
+    "openmp": 1,
     "users_code": 1,
 }
 MAIN = 30

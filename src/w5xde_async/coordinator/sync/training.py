@@ -599,8 +599,8 @@ class SyncTraining:
         self._warned_of_idle, idle = True, ready - leaves
         self.phase.warn(
             f"{ready} workers share steps of {leaves} {'leaf' if leaves == 1 else 'leaves'}: {idle} of them "
-            f"{'has' if idle == 1 else 'have'} no work; raise batch_size or lower microbatch_size to have more leaves a "
-            "step, or start fewer workers"
+            f"{'has' if idle == 1 else 'have'} no work; raise batch_size or lower microbatch_size to have more leaves "
+            "a step, or start fewer workers"
         )
 
     def _allowed_s(self, grant: BlockGrant) -> float:

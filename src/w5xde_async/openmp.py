@@ -1,0 +1,27 @@
+"""How torch's threads wait for each other on the CPU. No imports: it has to be said before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+
+_SPINS = "GOMP_SPINCOUNT"
+_ours = False  # who has set it
+
+
+def wait_without_spinning() -> None:
+    """Let OpenMP's threads sleep where they wait for each other, unless the environment says how they wait.
+
+    By default one that waits spins. Where every core has work, as on a machine with its workers, it spins while the
+    thread that it waits for has no core, at every operation: an update of Adam with two threads took 612 ms beside such
+    work, 110 ms when they slept and 87 ms with one thread; on an idle machine 24 to 26 and 20 ms. To be called before
+    torch is imported (GNU's OpenMP, which torch for Linux has).
+    """
+    global _ours
+    if not {_SPINS, "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ[_SPINS] = "0"
+        _ours = True
+
+
+def of_others(environment: dict[str, str]) -> dict[str, str]:
+    """The environment for a process that has its cores to itself: without what was set here."""
+    return {name: value for name, value in environment.items() if name != _SPINS or not _ours}
