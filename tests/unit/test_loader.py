@@ -7,7 +7,7 @@ import itertools
 import random
 import re
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from w5xde_async.compute.batch import leaves_of
 from w5xde_async.data.config import DataConfig
 from w5xde_async.data.loader import BlockData, Loader
+from w5xde_async.data.reader import LeafReader
 from w5xde_async.errors import LeafFailed
 from w5xde_async.job import Job
 from w5xde_async.plan.sampler import Sampler
@@ -127,6 +128,38 @@ def batches(data: BlockData) -> list[tuple[Tensor, ...]]:
         flat = torch.frombuffer(bytearray(buffer), dtype=getattr(torch, spec.dtype))
         tensors.append(flat.reshape(spec.shape))
     return [batch for _, batch in leaves_of(data.structure, tensors, data.samples, data.packed)]
+
+
+@pytest.mark.parametrize("samples", [64, 61])
+@pytest.mark.parametrize("order", [range(48), [*range(5), *range(20, 30), *range(7, 12), 47]])
+async def test_small_steps_are_gathered_several_at_once_each_as_by_itself(
+    samples: int, order: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the ends of epochs, whose last step may be shorter, and where a run goes on from another step."""
+    gather, gathers = LeafReader.gather, 0
+
+    def count(self: LeafReader, indices: Any) -> Any:
+        nonlocal gathers
+        gathers += 1
+        return gather(self, indices)
+
+    monkeypatch.setattr(LeafReader, "gather", count)
+    made = Job(
+        model=nn.Identity, dataset=TensorDataset(X[:samples], Y[:samples]), optimizer=lambda m: None, batch_size=4,
+        microbatch_size=2, epochs=9,
+    )  # type: ignore[arg-type]  # fmt: skip
+    reader = Reader(made, Sampler(num_samples=samples, batch_size=4, leaf_samples=2, seed=3))
+    for step in order:
+        reader.open(step)
+        plan = reader.plans.plan(step)
+        found = batches(await reader.block(step, 0, plan.num_leaves))
+        for leaf, (x, y) in enumerate(found):
+            indices = plan.leaf_indices(leaf)
+            assert torch.equal(x, X[indices])
+            assert torch.equal(y, Y[indices])
+        reader.loader.close_step(step)
+    assert gathers < len(order) / 2
+    await reader.loader.aclose()
 
 
 @pytest.mark.parametrize("dataset", [Rows, Many, lambda: TensorDataset(X, Y)], ids=["rows", "many", "gathered"])

@@ -40,7 +40,7 @@ from w5xde_async.errors import JobError, LeafFailed, headline
 from w5xde_async.job import Job
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.bad_samples import BadSamples
-from w5xde_async.plan.sampler import StepPlan, Steps, seed_for
+from w5xde_async.plan.sampler import Sampler, StepPlan, Steps, seed_for
 from w5xde_async.plan.tree import Block
 from w5xde_async.runtime import thread_pool
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec
@@ -50,6 +50,8 @@ _LEASE_BYTES = 64 << 20
 #: Chunks of at most this much are read on the loop, in less time than the way to a thread and back takes; of datasets
 #: of at most so much, whose tensors lie in memory even where they are mapped from a file.
 _INLINE_BYTES, _INLINE_DATASET_BYTES = 1 << 20, 256 << 20
+#: Small steps that are gathered in one go, and what they may have together.
+_STEPS_AHEAD, _AHEAD_BYTES = 16, 128 << 10
 _MAX_BUFFERS = 2048
 _STRUCTURE_BYTES = 512 << 10  # of a lease: strings travel in its header
 _STEADY_SAMPLES = 64
@@ -152,6 +154,7 @@ class Loader:
         self._chunks: dict[tuple[int, int], _Chunk] = {}
         self._missing: dict[tuple[int, Block], int] = {}  # block that was asked for too early -> chunks yet to come
         self._came: list[tuple[int, Block]] = []
+        self._ahead: dict[int, Read] = {}  # step -> its rows, of small steps that follow each other
         self._held_leaves = 0  # in the chunks that have been read and not been forgotten
         self._reading = 0
         self._most_reading = self._reader.num_readers * 2
@@ -403,7 +406,9 @@ class Loader:
             self._on_error(JobError("dataset", str(error)))
             return
         if chunk.num_leaves <= self._inline_leaves:
-            chunk.read = self._reader.gather(indices)
+            chunk.read = self._ahead.pop(step, None) if chunk.num_leaves == plan.num_leaves else None
+            if chunk.read is None:
+                chunk.read = self._gathered(plan, chunk, indices)
             self._held_leaves += chunk.num_leaves
             self._learn(chunk.read, chunk.num_leaves)
             return
@@ -442,6 +447,25 @@ class Loader:
                 self._on_error(error)
 
         future.add_done_callback(told)
+
+    def _gathered(self, plan: StepPlan, chunk: _Chunk, indices: NDArray[np.int64]) -> Read:
+        """Rows of a chunk. Where that is a whole small step, those of the next steps of its epoch as well, in one go:
+        to gather a few rows takes as long as a hundred."""
+        together, steps = [indices], self._sampler
+        nbytes = max(self._leaf_bytes, 1) * chunk.num_leaves
+        if chunk.num_leaves == plan.num_leaves and self._leaf_bytes and type(steps) is Sampler and not len(self.bad):
+            for step in range(plan.step + 1, plan.step + min(_STEPS_AHEAD, _AHEAD_BYTES // nbytes)):
+                if steps.epoch_of(step) != plan.epoch or (following := steps.plan(step)).num_samples != len(indices):
+                    break
+                together.append(following.indices)
+        if len(together) == 1:
+            return self._reader.gather(indices)
+        structure, rows = self._reader.gather(np.concatenate(together))
+        sizes = [len(indices)] * len(together)
+        cut = zip(*[torch.split_with_sizes(tensor, sizes) for tensor in rows], strict=True)
+        first, *others = [Read(structure, pieces) for pieces in cut]
+        self._ahead = {plan.step + 1 + number: read for number, read in enumerate(others)}
+        return first
 
     def _left_out(self, error: BaseException) -> bool:
         """Whether what was raised is one sample's fault, and the run goes on without that."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -74,14 +75,12 @@ class StepPlan:
     epoch: int
     indices: NDArray[np.int64]
     leaf_samples: int
+    num_samples: int = field(init=False)
+    num_leaves: int = field(init=False)
 
-    @property
-    def num_samples(self) -> int:
-        return len(self.indices)
-
-    @property
-    def num_leaves(self) -> int:
-        return -(-len(self.indices) // self.leaf_samples)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_samples", len(self.indices))
+        object.__setattr__(self, "num_leaves", -(-len(self.indices) // self.leaf_samples))
 
     def samples_in(self, start: int, stop: int) -> int:
         """Samples of the leaves from ``start`` up to ``stop``; the step's last may have fewer than ``leaf_samples``."""
@@ -144,7 +143,7 @@ class Sampler:
     stream: bool = False
     orders: Orders = field(default_factory=Orders, repr=False, compare=False)
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         whole, rest = divmod(self.num_samples, self.batch_size)
         return whole if self.drop_last or not rest else whole + 1

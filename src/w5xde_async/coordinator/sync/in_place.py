@@ -85,7 +85,7 @@ class InPlace:
         self._batch: Batch | None = None  # of the step under way, where it is computed here
         self._computed = self._compared = False  # the step under way was computed here; in place of a worker, or beside
         self._there: deque[float] = deque(maxlen=_SETTLED)  # seconds of steps by way of workers
-        self._here: deque[float] = deque(maxlen=_SETTLED)  # and of those that were computed here
+        self._here: list[float] = []  # and of the last that were computed here, until they are compared
 
     # -- whether -------------------------------------------------------------------------------------------
 
@@ -133,9 +133,10 @@ class InPlace:
         """A step was committed that long after the one before."""
         if self._computed:
             self._here.append(seconds)
-            if len(self._here) == _SETTLED and statistics.median(self._here) > statistics.median(self._there):
-                self._patience = min(4 * self._patience, _MOST_PATIENCE)  # a machine that was busy may have both later
-                self._settles, self._by = self._patience, None
+            if len(self._here) == _SETTLED:
+                if statistics.median(self._here) > statistics.median(self._there):
+                    self._patience = min(4 * self._patience, _MOST_PATIENCE)  # a busy machine may have both later
+                    self._settles, self._by = self._patience, None
                 self._here.clear()
         elif self._watched is not None and not self._compared:
             self._settles -= 1

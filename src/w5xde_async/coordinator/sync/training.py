@@ -54,6 +54,7 @@ from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, Unre
 
 _WATCHED_STEPS = range(2, 22)  #: of a phase; the first one waits for workers, and the optimizer makes its state
 _SLOW_UPDATE = 0.25  #: of a step's time, from which on a faster form of the optimizer is named
+_MOST_A_TURN, _TURN_S = 8, 0.002  # steps that are computed here before anything else has a turn
 _MOST_UNSENT = 16  # leases of an earlier link that a worker may ask for again
 
 
@@ -117,6 +118,7 @@ class SyncTraining:
             catch_up = CatchUp(deltas, self.aggregator, self.roster.sessions, self.lifecycle.fail)
         self._recomputation, self._in_place = recomputation, in_place
         self._sent_out = first_step  # which step workers compute although such steps are computed here
+        self._turn_steps, self._turn_began = 0, 0.0  # of steps that are computed here in one turn of the event loop
         self._stood_for: Session | None = None  # whose leases the coordinator computes, beside other workers
         self._for_us: list[int] = []  # these leases
         shared = SyncContext(
@@ -167,7 +169,10 @@ class SyncTraining:
                     await self.lifecycle.wake.wait()
                 continue
             if here is not None and self._compute_here(here):
-                await asyncio.sleep(0)  # whatever else there is to do
+                self._turn_steps += 1
+                if self._turn_steps >= _MOST_A_TURN or self.context.clock() - self._turn_began >= _TURN_S:
+                    await asyncio.sleep(0)  # whatever else there is to do
+                    self._turn_steps, self._turn_began = 0, self.context.clock()
             else:
                 self._send_out()
                 if not await self._collect():

@@ -80,8 +80,8 @@ class InPlaceExecutor:
     def compute(self, held: HeldLease, send: Send) -> Computed:
         task = held.task(self._loss_scale)
         together: list[BucketResult] = []
-        # What lies in memory that the coordinator has too is not on its way anywhere, and nothing is done with it before
-        # DONE: told of one by one, it would only wake processes that the cores are needed for.
+        # What lies in memory that the coordinator has too is not on its way, and nothing is done with it before DONE:
+        # told of one by one, it would only wake processes that the cores are needed for.
         give = together.append if self._together or self.shares else send
 
         def emit(bucket: int, vector: ResultVector) -> None:
