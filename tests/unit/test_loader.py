@@ -154,7 +154,7 @@ async def test_small_steps_are_gathered_several_at_once_each_as_by_itself(
         plan = reader.plans.plan(step)
         found = batches(await reader.block(step, 0, plan.num_leaves))
         for leaf, (x, y) in enumerate(found):
-            indices = plan.leaf_indices(leaf)
+            indices = torch.from_numpy(plan.leaf_indices(leaf).copy())
             assert torch.equal(x, X[indices])
             assert torch.equal(y, Y[indices])
         reader.loader.close_step(step)
