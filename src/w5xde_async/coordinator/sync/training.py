@@ -358,7 +358,8 @@ class SyncTraining:
         if other is not None:
             self._overtake(other)
         self._let_go(session.worker_id)
-        self.schedule(None if self.verification.holding else session.worker_id)
+        if self.ledger.free_leaves(self.version):
+            self.schedule(None if self.verification.holding else session.worker_id)
 
     def _send_out(self) -> None:
         """Have workers compute the current step."""
