@@ -62,7 +62,7 @@ class _Kind:
 
 
 class InPlace:
-    """Computes whole steps of ``job`` at ``state``'s parameters. All of it on the event loop's thread."""
+    """Computes steps of ``job``, or parts of them, at ``state``'s parameters. All on the event loop's thread."""
 
     def __init__(
         self, job: Job, loader: Loader, state: FlatState, rule: SyncRule, *,
@@ -104,10 +104,15 @@ class InPlace:
         self._watched = (session, done) if whole and not self._over else None
         self.whole = whole if self._by is None else self.whole
 
+    @property
+    def watches(self) -> bool:
+        """Whether ``watch_part`` does anything."""
+        return not self._over and self._by is None and self._watched is None
+
     def watch_part(self, session: Session, done: Done, plan: StepPlan, block: Block, pieces: list[Tensor]) -> None:
         """A worker's block, whose leaves are short, is about to count in a step that is longer. Its sums lie in
         ``pieces``, one for each result bucket, and are compared when it is time to."""
-        if self._over or self._by is not None or self._watched is not None or not self._may_be_proven(session):
+        if not self.watches or not self._may_be_proven(session):
             return
         self._watched, self.whole = (session, done), False
         if self._settles <= 0 and (batch := self._loader.batch(plan.step, block)) is not None:

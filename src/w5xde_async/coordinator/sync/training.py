@@ -672,6 +672,9 @@ class SyncTraining:
 
     def _overtake(self, other: BlockGrant) -> None:
         """The block of this lease was finished under another."""
+        if other.lease in self._for_us:
+            self._for_us.remove(other.lease)
+            return
         self.scheduler.overtaken(other, self.context.clock())
         self.revoke(other, "another worker was faster")
         self.roster.await_answer(other.worker)
@@ -693,7 +696,7 @@ class SyncTraining:
         grant, done, short_s = finished.grant, finished.done, self.pacing.config.whole_step_s
         if grant.block.num_leaves == step.plan.num_leaves and done.compute_s < short_s:
             in_place.watch(finished.session, done, whole=True)
-        elif done.compute_s < short_s * grant.block.num_leaves and not self.pacing.slow_lines:
+        elif in_place.watches and done.compute_s < short_s * grant.block.num_leaves and not self.pacing.slow_lines:
             in_place.watch_part(finished.session, done, step.plan, grant.block, self.store.pieces(grant.block))
 
     def _quarantine(self, worker: str, session: Session | None, reason: str) -> None:
