@@ -479,9 +479,9 @@ async def test_who_has_no_work_is_sent_no_parameters_and_that_is_said_once():
             had = {lease.version for lease in worker.all(Lease)}
             assert told <= had | {0}, "a version that it has no lease of"
         warned = [event.text for event in run.events if isinstance(event, Warned)]
-        assert [text for text in warned if "have no work" in text] == warned
+        assert [text for text in warned if "without work" in text] == warned
         assert len(warned) == 1
-        assert f"{LEAVES + 2} workers share steps of {LEAVES} leaves: 2 of them have no work" in warned[0]
+        assert f"{LEAVES + 2} workers share steps of {LEAVES} leaves: 2 without work" in warned[0]
 
         await run.until(lambda: leaves_of(3) == LEAVES)
         gone = next(worker for worker in workers if held(worker, 3))

@@ -602,11 +602,10 @@ class SyncTraining:
         leaf_s = self.pacing.fastest_leaf_s
         if leaf_s is None or leaves * leaf_s < self.pacing.config.whole_step_s:
             return  # it is not known yet how long a step is; or it would not be shared out with more leaves either
-        self._warned_of_idle, idle = True, ready - leaves
+        self._warned_of_idle = True
         self.phase.warn(
-            f"{ready} workers share steps of {leaves} {'leaf' if leaves == 1 else 'leaves'}: {idle} of them "
-            f"{'has' if idle == 1 else 'have'} no work; raise batch_size or lower microbatch_size to have more leaves "
-            "a step, or start fewer workers"
+            f"{ready} workers share steps of {leaves} {'leaf' if leaves == 1 else 'leaves'}: {ready - leaves} without "
+            "work; raise batch_size or lower microbatch_size to have more leaves a step, or start fewer workers"
         )
 
     def _allowed_s(self, grant: BlockGrant) -> float:
