@@ -213,7 +213,7 @@ async def test_what_followed_from_the_arithmetic_is_kept_over_a_resume(
             await worker
             assert coordinator._prepared is not None
             spec = coordinator._prepared.spec
-            found.append((await coordinator.has_short_steps(), spec.step_flops, spec.job.microbatch_size))
+            found.append((coordinator.has_short_steps, spec.step_flops, spec.job.microbatch_size))
     assert found[0] == found[1]
     assert found[0][0]
     assert found[0][1] > 0

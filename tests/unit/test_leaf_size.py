@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from w5xde_async.compute.leaf_size import WORTH_FLOPS, WORTH_SHARING_FLOPS, is_short, with_leaf_size
+from w5xde_async.compute.leaf_size import WORTH_FLOPS, WORTH_SHARING_FLOPS, with_leaf_size
 from w5xde_async.job import Job, build_model
 
 
@@ -55,15 +55,6 @@ def test_a_step_that_is_over_before_a_second_worker_has_its_half_is_one_leaf(wid
     told, _, counted = with_leaf_size(given, build_model(given))
     assert (counted >= WORTH_SHARING_FLOPS) == (expected == 2)
     assert (leaves(told), told.microbatch_size) == (expected, 64 // expected)
-
-
-@pytest.mark.parametrize("microbatch", [None, 3])
-@pytest.mark.parametrize(("width", "short"), [(64, True), (256, True), (512, False), (4096, False)])
-def test_a_step_is_short_whoever_says_how_it_is_cut(width: int, short: bool, microbatch: int | None) -> None:
-    given = job(square(width, 1), width, microbatch_size=microbatch)
-    model = build_model(given)
-    told = with_leaf_size(given, model)
-    assert is_short(told.job, model, told.step_flops) is short
 
 
 def test_leaves_have_whole_microbatches_of_those_that_are_accumulated() -> None:

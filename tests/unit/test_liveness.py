@@ -55,7 +55,7 @@ def test_a_worker_is_late_only_for_what_it_was_sent(in_outbox: bool, was_sent: b
     roster: Any = SimpleNamespace(sessions=sessions, member=membership.members.get)
     roster.revoke = lambda grant, reason: Roster.revoke(roster, grant, reason)
     scheduler = SimpleNamespace(unread=() if was_sent else range(100), known=())
-    training: Any = SimpleNamespace(scheduler=scheduler, roster=roster, _let_go=lambda worker: None)
+    training: Any = SimpleNamespace(scheduler=scheduler, roster=roster, _let_go=lambda worker: None, _for_us=())
 
     def revoke(grant: Any, reason: str) -> None:
         SyncTraining.revoke(training, grant, reason)

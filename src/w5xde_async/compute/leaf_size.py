@@ -28,7 +28,6 @@ from w5xde_async.users_code import users_code
 WORTH_FLOPS = 2 * 10**9
 #: A step of fewer operations takes a core less than a millisecond. To share it with a second worker costs more.
 WORTH_SHARING_FLOPS = 10**7
-_SHORT_STEP_FLOPS = 50_000_000  # a millisecond or two on one core
 _FEWEST, _MOST = 2, 8
 _BACKWARD = 3  # times the operations of the forward pass: it, and twice as many on the way back
 _PROBED = 2  # samples: batch norm refuses one
@@ -60,16 +59,6 @@ def with_leaf_size(job: Job, model: nn.Module) -> Sized:
         reason = f"a step is {step / 1e9:.3g} GFLOP"
     size = max(1, -(-job.batch_size // (leaves * job.accumulate_grad_batches)))
     return Sized(replace(job, microbatch_size=size), reason, step)
-
-
-def is_short(job: Job, model: nn.Module, counted: int = 0) -> bool:
-    """Whether a step is so little arithmetic that a second thread costs more than it computes. ``counted``: what
-    ``with_leaf_size`` has counted, which it does only where the job leaves the size open."""
-    if not counted:
-        if sum(parameter.numel() for parameter in model.parameters()) * 2 * _BACKWARD > _SHORT_STEP_FLOPS:
-            return False  # a product with each for one sample would be more
-        counted = (_flops_per_sample(job, model) or 0) * job.batch_size
-    return 0 < counted < _SHORT_STEP_FLOPS
 
 
 def _flops_per_sample(job: Job, model: nn.Module) -> int | None:

@@ -127,7 +127,7 @@ def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Call
             if stop_reason:  # it came while the run was being prepared
                 coordinator.request_stop(stop_reason)
             asked = "worker_threads" in settings.told or "OMP_NUM_THREADS" in os.environ
-            short = settings.workers > 0 and not asked and await coordinator.has_short_steps()
+            short = coordinator.has_short_steps and not asked
             workers.at(
                 coordinator.address, join=coordinator.local_join, on_all_lost=coordinator.workers_failed,
                 threads=1 if short else None,

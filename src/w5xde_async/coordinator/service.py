@@ -21,7 +21,6 @@ from typing import Self
 from torch import nn
 
 import w5xde_async
-from w5xde_async.compute.leaf_size import is_short
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.journal_writer import JournalWriter
 from w5xde_async.coordinator.memory_bound import EXTRA_LINKS, memory_bound_bytes
@@ -48,6 +47,7 @@ from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.messages import ByeCode
 
+_SHORT_STEP_FLOPS = 50_000_000  # a millisecond or two on one core
 _LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -306,12 +306,13 @@ class Coordinator:
         port: int = self._listening.port
         return port
 
-    async def has_short_steps(self) -> bool:
-        """Whether a step is so little arithmetic that a second thread costs more than it computes."""
-        if self._prepared is None:
-            return False
-        spec = self._prepared.spec
-        return await asyncio.get_running_loop().run_in_executor(None, is_short, spec.job, spec.model, spec.step_flops)
+    @property
+    def has_short_steps(self) -> bool:
+        """Whether a step is so little arithmetic that a second thread costs more than it computes.
+
+        That is known where the job leaves ``microbatch_size`` open: else no step is tried before the first one.
+        """
+        return self._prepared is not None and 0 < self._prepared.spec.step_flops < _SHORT_STEP_FLOPS
 
     @property
     def address(self) -> str:

@@ -391,7 +391,7 @@ class SyncTraining:
         for decision in ruling.decisions:
             match decision:
                 case Count():
-                    self._watch(block)
+                    self._consider(block)
                     self.results.count(block)
                     self._credit(block)
                 case Discard(reason):
@@ -687,7 +687,7 @@ class SyncTraining:
         samples = step.plan.samples_in(*grant.block)
         self.phase.credit(session.worker_id, grant.block.num_leaves, samples, done)
 
-    def _watch(self, finished: FinishedBlock) -> None:
+    def _consider(self, finished: FinishedBlock) -> None:
         """A block is about to count: whether it could as well be computed here."""
         in_place, step = self._in_place, self.aggregator.step
         if in_place is None or step is None:
