@@ -60,7 +60,8 @@ def three_workers(name: str, run: Path) -> str:
     with programs() as start:
         coordinator, _ = begun(start, name, run, 3)
         digest, event = finished(coordinator)
-        assert len([share for share in event["shares"] if share["leaves"]]) == 3
+        names = {share["name"] for share in event["shares"] if share["leaves"]}
+        assert len(names - {"coordinator"}) == 3  # it may have taken the place of one of them
         return digest
 
 

@@ -47,8 +47,9 @@ class PacingConfig(Config):
     """Knobs of the pace.
 
     ``target_lease_s`` and ``min_lease_s``: work that a lease should hold, see above. ``whole_step_s``: what takes less
-    is not shared out, so that workers take turns; 0: every step is. ``short_steps`` is about these steps; ``here`` does
-    not befit a guest in somebody's loop, which then has such a step in each of its turns. ``min_deadline_s`` and
+    is not shared out, so that workers take turns; 0: every step is. ``short_steps`` is about these steps, and about
+    leaves that take less; ``here`` does not befit a guest in somebody's loop, which then has such a one in each of its
+    turns. ``min_deadline_s`` and
     ``max_deadline_s`` clamp ``deadline_factor`` x the 95th percentile of the last ``window`` leases;
     ``first_deadline_s`` serves while nothing is known of any worker (a first step may compile kernels), and is the
     longest for one of which nothing is known.
@@ -60,8 +61,8 @@ class PacingConfig(Config):
     min_lease_s: float = setting(0.005, "", TIME_OR_0)
     whole_step_s: float = setting(0.004, "", TIME_OR_0)
     short_steps: str = setting(
-        "workers", "who computes steps that take less time than their way to a worker: here, the coordinator in place "
-        "of a worker on its machine, or workers", one_of("here", "workers", metavar="WHO"), "workers", shown="here",
+        "workers", "who computes steps, or leaves, that take less time than their way to a worker: here, the "
+        "coordinator in place of a worker on its machine, or workers", one_of("here", "workers", metavar="WHO"), "workers", shown="here",
     )  # fmt: skip
     leases_ahead: int = setting(
         2, "leases that a worker has at once, the one it computes included; more where they come late over a slow line",
