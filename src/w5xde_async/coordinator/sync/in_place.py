@@ -47,6 +47,7 @@ _SETTLED = 16  # steps by way of workers, and steps here, of which the medians a
 _PROOFS = 4
 _MOST_KINDS = 16  # of workers that are compared
 _MOST_BYTES = 4 << 20  # of a result, and of the model, which is copied on the loop
+_SLOWER = 1.1  # than steps by way of workers: medians of different moments differ by as much, for nothing
 _MOST_PATIENCE = 256  # steps by way of workers, before it is tried again
 _LONGEST_S = 5.0
 MOST_LENT = 4  #: results that wait for their step's end where they were summed; others are copied
@@ -139,7 +140,7 @@ class InPlace:
         if self._computed:
             self._here.append(seconds)
             if len(self._here) == _SETTLED:
-                if statistics.median(self._here) > statistics.median(self._there):
+                if statistics.median(self._here) > _SLOWER * statistics.median(self._there):
                     self._patience = min(4 * self._patience, _MOST_PATIENCE)  # a busy machine may have both later
                     self._settles, self._by = self._patience, None
                 self._here.clear()
