@@ -98,7 +98,9 @@ def measure(rig: Rig, spread: list[int], options: dict[str, Any], windows: int, 
 
 def begin(rig: Rig, spread: list[int], options: dict[str, Any], **how: Any) -> None:
     profile = how.get("profile", False)
-    rig["coordinator"].tell("coordinate", job="seeds", options=options, workers=sum(spread), **how)
+    rig["coordinator"].tell(
+        "coordinate", job="seeds", options=options, workers=sum(spread), pacing={"short_steps": "here"}, **how
+    )
     port = rig["coordinator"].answer()["port"]
     for index, count in enumerate(spread):
         told = {"port": port, "job": "seeds", "options": options, "count": count}
