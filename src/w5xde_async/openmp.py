@@ -13,7 +13,7 @@ def wait_without_spinning() -> None:
 
     By default one that waits spins. Where every core has work, as on a machine with its workers, it spins while the
     thread that it waits for has no core, at every operation: an update of Adam with two threads took 612 ms beside such
-    work, 110 ms when they slept and 87 ms with one thread; on an idle machine 24 to 26 and 20 ms. To be called before
+    work, 110 ms when they slept and 87 ms with one thread; on an idle machine 26, 24 and 20 ms. To be called before
     torch is imported (GNU's OpenMP, which torch for Linux has).
     """
     global _ours

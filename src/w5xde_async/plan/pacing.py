@@ -62,7 +62,8 @@ class PacingConfig(Config):
     whole_step_s: float = setting(0.004, "", TIME_OR_0)
     short_steps: str = setting(
         "workers", "who computes steps, or leaves, that take less time than their way to a worker: here, the "
-        "coordinator in place of a worker on its machine, or workers", one_of("here", "workers", metavar="WHO"), "workers", shown="here",
+        "coordinator in place of a worker on its machine, or workers", one_of("here", "workers", metavar="WHO"),
+        "workers", shown="here",
     )  # fmt: skip
     leases_ahead: int = setting(
         2, "leases that a worker has at once, the one it computes included; more where they come late over a slow line",
