@@ -158,10 +158,11 @@ def test_there_are_workers_in_whose_place_they_never_are(other: Any) -> None:
 def test_who_computes_otherwise_is_told_of_once() -> None:
     rig, worker = Rig(), session()
     told: list[str] = []
-    rig.in_place._differs = told.append
+    rig.in_place._tell = told.append
     for _ in range(in_place._SETTLED + 20):
         rig.by_worker(worker, changed=1.0)
-    assert told == ["w"]
+    assert len(told) == 1
+    assert told[0].startswith("w has computed other bits of a step")
 
 
 def by_part(rig: Rig, worker: Any, seconds: float = 1.0, *, changed: float = 0.0) -> bool:
@@ -275,8 +276,10 @@ def test_a_step_that_fails_or_hangs_is_left_to_workers_and_so_is_every_other(
     step = Steps()
     rig = Rig(replace(jobs.mlp_sgd(), step=step, loss=None))
     rig.prove(session())
-    step.does = does
+    told: list[str] = []
+    rig.in_place._tell, step.does = told.append, does
     assert not rig.here(1.0)
+    assert ["since step 0 failed there (" in text for text in told] == [True]
     step.does = ""
     assert not rig.stands_in
     rig.in_place.close()

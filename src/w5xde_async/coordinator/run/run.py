@@ -304,12 +304,6 @@ class Run:
         self._hooks.on_change(self.training)
 
 
-_OTHER_BITS = (
-    "{name} has computed other bits of a step than the coordinator from the same parameters and data: the job's step "
-    "keeps something from call to call (a counter, a cache), or that worker is wrong; its steps stay with workers"
-)
-
-
 def make_training(
     spec: RunSpec, strategy: Strategy, context: RunContext, name: str, *, journal: StepJournal | None = None
 ) -> Training:
@@ -325,7 +319,7 @@ def make_training(
         if config.pacing.short_steps == "here" and update.plain and spec.growing is None and time_limit.is_free():
             in_place = InPlace(
                 job, context.loader, spec.state, strategy.rule,
-                differs=lambda name: context.bus.publish(Warned(text=_OTHER_BITS.format(name=name))),
+                tell=lambda text: context.bus.publish(Warned(text=text)),
             )  # fmt: skip
         return SyncTraining(
             context, Greeting(message=message, layout=spec.layout, segment=spec.segment if update.plain else None),

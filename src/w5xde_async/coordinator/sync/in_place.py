@@ -16,7 +16,6 @@ Memory: the model once more, ``MOST_LENT`` result vectors and the activations of
 
 from __future__ import annotations
 
-import logging
 import os
 import statistics
 import sys
@@ -41,8 +40,6 @@ from w5xde_async.updates.sync import SyncRule
 from w5xde_async.users_code import Overdue, time_limit, users_code
 from w5xde_async.wire.messages import Done
 
-logger = logging.getLogger(__name__)
-
 _SETTLED = 16  # steps by way of workers, and steps here, of which the medians are compared
 _PROOFS = 4
 _MOST_KINDS = 16  # of workers that are compared
@@ -51,6 +48,16 @@ _SLOWER = 1.1  # than steps by way of workers: medians of different moments diff
 _MOST_PATIENCE = 256  # steps by way of workers, before it is tried again
 _LONGEST_S = 5.0
 MOST_LENT = 4  #: results that wait for their step's end where they were summed; others are copied
+
+
+_OTHER_BITS = (
+    "{name} has computed other bits of a step than the coordinator from the same parameters and data: the job's step "
+    "keeps something from call to call (a counter, a cache), or that worker is wrong; its steps stay with workers"
+)
+_LEFT_TO_WORKERS = (
+    "the coordinator computes nothing in place of a worker any more, since step {step} failed there ({error}): workers "
+    "compute it, and all that follows"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +74,10 @@ class InPlace:
 
     def __init__(
         self, job: Job, loader: Loader, state: FlatState, rule: SyncRule, *,
-        differs: Callable[[str], None] = lambda worker: None,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
-        """``differs`` is called with the name of a worker whose bits are not the coordinator's."""
-        self._differs = differs
+        """``tell``: a person, why nothing is computed here any more."""
+        self._tell = tell
         self._job, self._loader, self._state, self._rule = job, loader, state, rule
         self._engine: Engine | None = None
         self._over = rule.layout.vector_bytes > _MOST_BYTES or job.local_data is not None
@@ -172,7 +179,7 @@ class InPlace:
             self._over = True  # one of the two lacks memory
         elif not _same(own, done, pieces):
             self._proofs[kind] = -1
-            self._differs(session.name)
+            self._tell(_OTHER_BITS.format(name=session.name))
         else:
             self._proofs[kind] = self._proofs.get(kind, 0) + 1
             if self._proofs[kind] >= _PROOFS:
@@ -245,7 +252,7 @@ class InPlace:
                     self._version = plan.step
                 return engine.compute(task, _nowhere)
         except (Exception, KeyboardInterrupt, Overdue) as error:  # a worker computes it, and reports what is wrong
-            logger.info("steps are computed by workers from now on step=%d error=%s", plan.step, error)
+            self._tell(_LEFT_TO_WORKERS.format(step=plan.step, error=f"{type(error).__name__}: {error}"[:300]))
             self._over = True
             return None
         finally:
