@@ -269,15 +269,13 @@ class Steps:
 
 
 @pytest.mark.parametrize("does", ["raises", "hangs", "swallows", "interrupts"])
-def test_a_step_that_fails_or_hangs_is_left_to_workers_and_so_is_every_other(
-    does: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(in_place, "_LONGEST_S", 0.05)
+def test_a_step_that_fails_or_hangs_is_left_to_workers_and_so_is_every_other(does: str) -> None:
     step = Steps()
     rig = Rig(replace(jobs.mlp_sgd(), step=step, loss=None))
     rig.prove(session())
     told: list[str] = []
     rig.in_place._tell, step.does = told.append, does
+    rig.in_place._limit._seconds = 0.5  # a machine that does other work is long in coming to the step
     assert not rig.here(1.0)
     assert ["since step 0 failed there (" in text for text in told] == [True]
     step.does = ""

@@ -323,8 +323,10 @@ class Worker:
                 self._unsent, self._unsent_of = connection.unsent, _model(welcome)
                 self.leases_done += leases.num_done
                 self.leases_stale += leases.num_stale
-            await link.aclose()
-            await self._unshare()
+            try:
+                await link.aclose()
+            finally:  # cancelled, too
+                await self._unshare()
 
     async def _prepare(self, joined: Joined, receive: Receive, outbox: Outbox) -> tuple[LeaseExecutor, Ready]:
         """Make an executor for this run. Raises as ``EngineSource.engine_for`` does."""
