@@ -13,6 +13,7 @@ Without CUDA it says so and ends. ``--device cpu --tiny`` runs the script itself
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from typing import Any
 
@@ -35,6 +36,7 @@ def main() -> None:
     flags.add_argument("--leaf", type=int, default=0, help="samples of 1024 tokens a leaf (32)")
     flags.add_argument("--steps", type=int, default=0, help="steps a round (20; 6 with --quick)")
     flags.add_argument("--rounds", type=int, default=0, help="rounds (3; 1 with --quick)")
+    flags.add_argument("--threads", type=int, default=0, help="threads of the coordinator (every core, as its program)")
     flags.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = flags.parse_args()
     if args.child:
@@ -52,12 +54,15 @@ def main() -> None:
     }
     job = make_job("gpt2", **options)
     tokens = job.batch_size * job.dataset.tensors[0].shape[1]
-    report = Report({**options, "rounds": rounds, "tokens_a_step": tokens, "device": device_name(args.device)})
+    threads = args.threads or os.cpu_count() or 1
+    report = Report(
+        {**options, "rounds": rounds, "threads": threads, "tokens_a_step": tokens, "device": device_name(args.device)}
+    )
     report.config["parameters"] = sum(p.numel() for p in build_model(job).parameters())
     found: dict[str, list[dict[str, Any]]] = {"ours": [], "plain": []}
     with Rig(__file__, ["coordinator", "worker", "plain"]) as rig:
         for _ in range(rounds):
-            found["ours"].append(ours(rig, options, args.device))
+            found["ours"].append(ours(rig, options, args.device, threads))
             rig["plain"].tell("plain", options=options, device=args.device)
             found["plain"].append(rig["plain"].answer(600.0))
             mine, other = found["ours"][-1], found["plain"][-1]
@@ -76,11 +81,11 @@ def main() -> None:
     report.write(args.json)
 
 
-def ours(rig: Rig, options: dict[str, Any], device: str) -> dict[str, Any]:
+def ours(rig: Rig, options: dict[str, Any], device: str, threads: int) -> dict[str, Any]:
     # So long a lease that a block is all the leaves that are free: the step's 8, once the worker's speed is known.
     rig["coordinator"].tell(
         "coordinate", job="gpt2", options=options, workers=1, warm_steps=WARM, observe=True,
-        pacing={"target_lease_s": 1e6},
+        threads=threads, pacing={"target_lease_s": 1e6},
     )  # fmt: skip
     port = rig["coordinator"].answer()["port"]
     rig["worker"].tell("work", port=port, job="gpt2", options=options, device=device)

@@ -308,6 +308,7 @@ def coordinate(
     observe: bool = False,
     profile: bool = False,
     time_stalls: bool = False,
+    threads: int = 1,
     config: dict[str, Any] | None = None,
     pacing: dict[str, Any] | None = None,
 ) -> None:
@@ -324,6 +325,7 @@ def coordinate(
         port=0, resume="never", min_workers=workers, evaluate=False, silence_s=60.0,
         pacing=PacingConfig(**pacing or {}), **given,
     )  # fmt: skip
+    torch.set_num_threads(threads)
     made = make_job(job, **options)
     seen = _Seen(observe)
 
