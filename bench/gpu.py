@@ -37,6 +37,7 @@ def main() -> None:
     flags.add_argument("--steps", type=int, default=0, help="steps a round (20; 6 with --quick)")
     flags.add_argument("--rounds", type=int, default=0, help="rounds (3; 1 with --quick)")
     flags.add_argument("--threads", type=int, default=0, help="threads of the coordinator (every core, as its program)")
+    flags.add_argument("--not-fused", action="store_true", help="AdamW as torch makes it, without fused=True, on both")
     flags.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = flags.parse_args()
     if args.child:
@@ -51,6 +52,7 @@ def main() -> None:
         "steps": WARM + steps,
         "precision": "fp32" if args.device == "cpu" else "bf16",
         "tiny": args.tiny,
+        "fused": not args.not_fused,
     }
     job = make_job("gpt2", **options)
     tokens = job.batch_size * job.dataset.tensors[0].shape[1]

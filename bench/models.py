@@ -178,7 +178,10 @@ def _gpt(*, workers: int = 2, steps: int = 10) -> Job:
     )
 
 
-def _gpt2(*, leaves: int = 8, samples: int = 32, steps: int = 10, precision: Any = "bf16", tiny: bool = False) -> Job:
+def _gpt2(
+    *, leaves: int = 8, samples: int = 32, steps: int = 10, precision: Any = "bf16", tiny: bool = False,
+    fused: bool = False,
+) -> Job:  # fmt: skip
     """About 124M parameters (the shape of GPT-2 small), 1024 tokens a sample; ``tiny``: the same on a toy scale."""
     length, vocabulary = (32, 256) if tiny else (1024, 50304)
     shape = {"width": 32, "layers": 2, "heads": 2} if tiny else {"width": 768, "layers": 12, "heads": 12}
@@ -186,7 +189,7 @@ def _gpt2(*, leaves: int = 8, samples: int = 32, steps: int = 10, precision: Any
         model=lambda: GPT(vocabulary=vocabulary, length=length, tied=True, **shape),
         dataset=text(4 * leaves * samples, length, vocabulary),
         loss=next_token_loss,
-        optimizer=adamw,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4, fused=fused or None),
         batch_size=leaves * samples,
         microbatch_size=samples,
         max_steps=steps,

@@ -21,7 +21,9 @@ from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import DeviceLost
 from w5xde_async.job import Job
 from w5xde_async.params.flat import named_digest
+from w5xde_async.params.slots import SHARED_SLOTS
 from w5xde_async.runtime import Runtime, thread_pool
+from w5xde_async.segments import unsupported
 from w5xde_async.telemetry.events import Bus, Event, Warned
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Departure, Worker
@@ -66,6 +68,36 @@ async def test_exact_sync_on_late_streams_is_the_plain_loop(name: str, cuda: Fak
     assert result.digest == named_digest(reference.train(make())[0])
     assert cuda.hazards == []
     assert cuda.counts.copies_out
+
+
+@pytest.mark.skipif(unsupported() != "", reason=unsupported())
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("name", ["gpt_sgd", "cnn_adamw", "odd"])
+async def test_shared_memory_is_the_devices_own_source_and_target(
+    name: str, refuses: bool, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies go straight from the coordinator's parameters and to where it reads results; where CUDA does not take such
+    memory, they wait. The bits are the plain loop's, and nothing stays registered."""
+    monkeypatch.setattr("w5xde_async.coordinator.run.startup._SMALL_BYTES", 0)
+    make, cuda.refuses, most = jobs.ALL[name], refuses, 0
+    register = cuda.cudaHostRegister
+
+    def registering(address: int, nbytes: int, flags: int) -> int:
+        nonlocal most
+        code = register(address, nbytes, flags)
+        most = max(most, len(cuda.registered))
+        return code
+
+    monkeypatch.setattr(cuda, "cudaHostRegister", registering)
+    config = replace(ON_GPU, link="shm")
+    async with Coordinator(make(), config=settings()) as coordinator:
+        running = asyncio.create_task(Worker(coordinator.address, job=make(), config=config, runtime=on(cuda)).run())
+        result = await coordinator.wait()
+        assert await running is Departure.FINISHED
+    assert result.digest == named_digest(reference.train(make())[0])
+    assert cuda.hazards == []
+    assert cuda.registered == {}
+    assert (most == 0) if refuses else 2 <= most <= 1 + SHARED_SLOTS
 
 
 @pytest.mark.parametrize(

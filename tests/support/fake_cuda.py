@@ -270,6 +270,8 @@ class FakeCuda:
         self.copiers: list[Copier] = []
         self.on_device: dict[int, tuple[Tensor, memoryview]] = {}  # what lives as long as an engine, by address
         self._pinned: dict[int, Tensor] = {}
+        self.registered: dict[int, int] = {}  # address and bytes of ordinary memory that copies go straight to
+        self.refuses = False  # to register any
         self._reading: list[tuple[Tensor, bytes]] = []  # sources of copies into the device that may be under way
         self._random, self._pace = random.Random(seed), pace
         self.compute = Stream(self, late=False)
@@ -315,6 +317,22 @@ class FakeCuda:
     def empty_cache(self) -> None:
         self.check()
 
+    def cudart(self) -> FakeCuda:
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if self.refuses:
+            return 801
+        assert address not in self.registered
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.host_copies_are_done()
+        assert all(not side.queue for side in self.sides), "a copy is under way"
+        del self.registered[address]
+        return 0
+
     # -- an error that stays ---------------------------------------------------------------------------------------
 
     def trip(self, *, calls: int = 0) -> None:
@@ -355,7 +373,9 @@ class FakeCuda:
         return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._pinned
+        at = tensor.data_ptr()
+        there = any(address <= at < address + nbytes for address, nbytes in self.registered.items())
+        return there or tensor.untyped_storage().data_ptr() in self._pinned
 
     def memory(self) -> dict[int, bytes]:
         return {address: bytes(view) for address, (_, view) in self.on_device.items()}

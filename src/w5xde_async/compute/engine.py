@@ -135,6 +135,8 @@ class Engine:
     ) -> None:
         self.clock = clock
         self.device = torch.device(device)
+        if self.device == torch.device("cuda"):  # threads are told by its number which one they are to use
+            self.device = torch.device("cuda", torch.cuda.current_device())
         # glibc gives blocks back to the system one by one until it has seen a large one freed, and every result is
         # then mapped and zeroed anew. A job's dataset does that by the way; nothing else of a program would.
         torch.empty(31 << 20, dtype=torch.uint8)
@@ -202,7 +204,7 @@ class Engine:
     @property
     def can_share(self) -> bool:
         """Whether ``share`` does anything."""
-        return self._transfer.window is not None
+        return self._transfer.can_share
 
     def share(self, parameters: Opened | None, vectors: Sequence[ResultVector] = ()) -> None:
         """Compute with another process's ``parameters``, as they are and as they change, and sum in ``vectors`` as long

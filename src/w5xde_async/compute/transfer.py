@@ -3,8 +3,9 @@
 On the CPU there is nothing to move: the model's parameters are views of the memory that parameters are received
 into, and a block's vector is sent from where it was summed. On CUDA the host side is pinned and copies run on a side
 stream: a bucket's copy starts when its sum is recorded, and a copy thread waits for it, so the compute thread never
-does. Waiting is sleeping: events are made to block, for one that spins takes a core from whoever launches kernels. MPS
-copies blockingly, from ordinary memory.
+does. Waiting is sleeping: events are made to block, for one that spins takes a core from whoever launches kernels.
+Memory that is shared with the coordinator is pinned where it lies, and copies go straight to and from there. MPS copies
+blockingly, from ordinary memory.
 
 A kernel of CUDA's may fail long after it was launched, and from then on every call does: nobody can ask the device how
 far it came. So each leaf ends with a copy of its number into host memory, which is done only if the leaf was.
@@ -28,6 +29,7 @@ from w5xde_async.params.reducer import VectorPool
 from w5xde_async.segments import Opened, Window, unsupported
 
 _cuda: Any = torch.cuda  # its streams and events are untyped
+_READ_ONLY = 0x08  # cudaHostRegisterReadOnly
 _NUMBERS = 1 << 12  # leaves are counted modulo this: more than a block has
 
 
@@ -55,6 +57,9 @@ class Transfer:
             self.incoming = FlatState(layout, pinned=self._cuda)
         self._state = self.incoming if self.on_host else FlatState(layout, device)
         self.live = self._state
+        self._source = self.incoming  # what versions are loaded from
+        self.can_share = self.window is not None or (self._cuda and lent is None and not unsupported())
+        self._pinned: dict[int, bool] = {}  # shared memory by its address: whether it could be pinned
         self.origin: list[Tensor] = self._state.views
         self.host_pool = VectorPool(layout, spare=4, make=self._make_host_vector)
         if lent is not None:
@@ -90,7 +95,7 @@ class Transfer:
         if self.on_host:
             return
         for group, begin, end in runs(self.layout, buckets):
-            mine, theirs = self._state.groups[group], self.incoming.groups[group]
+            mine, theirs = self._state.groups[group], self._source.groups[group]
             mine[begin:end].copy_(theirs[begin:end], non_blocking=self._cuda)
         if self._cuda:
             # The host memory will be received into again as soon as we return.
@@ -105,6 +110,29 @@ class Transfer:
             else:
                 self.window.show(parameters)
             self.host_pool.lend(vectors)
+        elif self.can_share:
+            self._unpin()
+            self._source = self.incoming
+            if parameters is not None:
+                memory = parameters.map()
+                self._pin(memory, _READ_ONLY)
+                self._source = FlatState(self.layout, memory=memory)
+            self.host_pool.lend(vectors)
+
+    def _pin(self, memory: Tensor, flags: int = 0) -> None:
+        """Have CUDA know shared memory: as pinned, where it takes that, or else copies from and to it are slower."""
+        code = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), flags))
+        self._pinned[memory.data_ptr()] = code == 0
+        if code:
+            with suppress(RuntimeError):  # the next call says what this one has said already
+                torch.zeros(1, device=self.device)
+
+    def _unpin(self) -> None:
+        """Before it is unmapped."""
+        for address, pinned in self._pinned.items():
+            if pinned:
+                _cuda.cudart().cudaHostUnregister(address)
+        self._pinned.clear()
 
     def batch(self, batch: Any) -> Any:
         """A leaf's batch on the device."""
@@ -148,6 +176,8 @@ class Transfer:
             emit(bucket, host)
             return
         assert self._copier is not None
+        if host.slot >= 0 and host.memory.data_ptr() not in self._pinned:
+            self._pin(host.memory)  # shared vectors are many, and most runs need a few of them
         self._summed.record(_cuda.current_stream(self.device))
         self._side.wait_event(self._summed)
         copied = self._free.pop() if self._free else _cuda.Event(blocking=True)

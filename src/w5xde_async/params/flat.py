@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -28,6 +29,25 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def isfinite(tensor: Tensor) -> Tensor:
     """Where a floating tensor is finite. Torch has no such kernel for float8."""
     return torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float())
+
+
+#: Squares are added up in float32 within so many elements, in float64 beyond.
+_ROW = 1 << 14
+
+
+def l2_norm(values: Tensor) -> float:
+    """L2 norm of a flat float32 tensor; not finite where an element is not.
+
+    By rows that as many threads share as there are, each row one thread's: the bits do not depend on their number.
+    (``torch.linalg.vector_norm`` of the whole is one thread's work, and loses digits over millions of elements.)
+    """
+    whole = values.numel() // _ROW * _ROW
+    if not whole:
+        return float(torch.linalg.vector_norm(values))
+    rows = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1).tolist()
+    if whole < values.numel():
+        rows.append(torch.linalg.vector_norm(values[whole:]).item())
+    return math.sqrt(math.fsum([row * row for row in rows])) if all(map(math.isfinite, rows)) else sum(rows)
 
 
 class FlatState:

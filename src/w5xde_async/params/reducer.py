@@ -17,12 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from w5xde_async.params.flat import ResultVector
+from w5xde_async.params.flat import ResultVector, l2_norm
 from w5xde_async.params.layout import Layout
-
-#: Squares are added up in float32 within so many elements, in float64 beyond: below torch's grain for threads, so the
-#: bits do not depend on their number, and in the cache.
-_PIECE = 1 << 14
 
 
 class Halves(NamedTuple):
@@ -31,6 +27,19 @@ class Halves(NamedTuple):
     left: float
     right: float
     whole: float
+
+
+class Root(NamedTuple):
+    """The sum of all leaves of a step, in ``vector`` but for gradients that ``sums`` shows to lie elsewhere.
+
+    ``present``: per result bucket, whether anything is in it. ``sums``: where it lies, to be read. ``halves``:
+    squared norms of both halves, where they were to be measured.
+    """
+
+    vector: ResultVector
+    present: list[bool]
+    sums: list[Tensor]
+    halves: Halves | None
 
 
 class VectorPool:
@@ -111,7 +120,7 @@ class Reducer:
         self._half = 0  # first leaf of the root's right half, where its halves are to be measured
         self._squares: dict[int, Halves] = {}  # by bucket
         gradients = {group.index for group in layout.groups if group.role == "grad"}
-        self._measured = {bucket.index for bucket in layout.result_buckets if bucket.group in gradients}
+        self._gradients = {bucket.index for bucket in layout.result_buckets if bucket.group in gradients}
 
     def begin(self, *, half: int = 0) -> None:
         """The next step. ``half``: first leaf of the root's right half, where its halves are to be measured."""
@@ -133,7 +142,7 @@ class Reducer:
 
     def merge(self, bucket: int, left: int, right: int) -> None:
         """Add block ``right`` to block ``left`` for one bucket; the right one's piece is then free."""
-        measured = self._half > 0 and right == self._half and bucket in self._measured
+        measured = self._half > 0 and right == self._half and bucket in self._gradients
         halves = (self._square(bucket, left), self._square(bucket, right)) if measured else None
         if (bucket, right) in self._present:
             self._present.discard((bucket, right))
@@ -157,18 +166,16 @@ class Reducer:
             del self._pieces[right]
             self.pool.give(self._sums.pop(right).vector)
 
-    def root(self) -> tuple[ResultVector, list[bool]]:
-        """The step's sum and, per result bucket, whether anything is in it. Valid until ``clear``; may be written.
-
-        What was never added to anything is still borrowed, and is copied.
-        """
+    def root(self) -> Root:
+        """The step's sum. Valid until ``clear``; its vector may be written."""
         root, present = self._sums[0], [(bucket.index, 0) in self._present for bucket in self.layout.result_buckets]
-        for bucket, there in enumerate(present):
-            if (borrowed := root.forget(bucket)) is not None and there:
+        for bucket in {bucket for bucket, there in enumerate(present) if there} - self._gradients:
+            if (borrowed := root.forget(bucket)) is not None:
                 root.vector.buckets[bucket].copy_(borrowed)
-        return root.vector, present
+        sums = [root.piece(bucket) if there else root.vector.buckets[bucket] for bucket, there in enumerate(present)]
+        return Root(root.vector, present, sums, self._halves())
 
-    def halves(self) -> Halves | None:
+    def _halves(self) -> Halves | None:
         """What was measured of a complete step, added in bucket order; None where nothing was."""
         if not self._squares:
             return None
@@ -178,7 +185,7 @@ class Reducer:
     def _square(self, bucket: int, start: int) -> float:
         if (bucket, start) not in self._present:
             return 0.0
-        return _square(self._sums[start].piece(bucket))
+        return l2_norm(self._sums[start].piece(bucket)) ** 2
 
     def clear(self) -> None:
         """Give every vector back; the next step begins."""
@@ -188,9 +195,3 @@ class Reducer:
         self._pieces.clear()
         self._present.clear()
         self._squares.clear()
-
-
-def _square(values: Tensor) -> float:
-    pieces = [values[begin : begin + _PIECE] for begin in range(0, values.numel(), _PIECE)]
-    norms: list[float] = torch.stack([torch.linalg.vector_norm(piece) for piece in pieces]).tolist()
-    return sum(norm * norm for norm in norms)

@@ -112,7 +112,8 @@ class MemoryReport:
         if self.on_cuda:
             import torch
 
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
+            # Frames of C++ would be looked up by child processes that stay, seconds for a snapshot.
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS, stacks="python")
         elif not tracemalloc.is_tracing():
             tracemalloc.start()
 

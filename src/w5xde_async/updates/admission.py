@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from w5xde_async.params.flat import l2_norm
 from w5xde_async.updates.norm_gate import NormGate
 from w5xde_async.wire.messages import VerdictCode
 
@@ -72,7 +73,7 @@ class Admission:
             return Outcome(verdict=VerdictCode.STALE, reason=reason)
         if samples < 1:
             return Outcome(verdict=VerdictCode.REJECTED, reason=f"{samples} samples")
-        norm = float(torch.linalg.vector_norm(vector))
+        norm = l2_norm(vector)
         if not math.isfinite(norm):
             return Outcome(verdict=VerdictCode.REJECTED, reason="not finite", norm=norm)
         if self.gate is not None:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from w5xde_async.params.flat import l2_norm
 from w5xde_async.updates.admission import Admission, Outcome, check_vector, restore_
 from w5xde_async.updates.averages import Average, WeightedMean
 from w5xde_async.updates.norm_gate import NormGate
@@ -98,7 +99,7 @@ class LocalStepsRule:
             return None
         direction = self.average.take()
         nesterov_(self.parameters, self._momentum, direction, self.config.learning_rate, self.config.momentum)
-        return float(torch.linalg.vector_norm(direction))
+        return l2_norm(direction)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the parameters: plain containers, numbers and tensors, which share memory with this."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from w5xde_async.errors import JobError
 from w5xde_async.job import Job, made_by
-from w5xde_async.params.flat import FlatState, ResultVector, state_of
+from w5xde_async.params.flat import FlatState, ResultVector, l2_norm, state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.updates.buffers import BufferState
 from w5xde_async.users_code import users_code
@@ -127,10 +127,11 @@ class SyncRule:
     @torch.no_grad()
     def apply(
         self, root: ResultVector, present: Sequence[bool], samples: int, untouched: Collection[int], *,
-        rate_factor: float = 1.0,
+        sums: Sequence[Tensor] | None = None, rate_factor: float = 1.0,
     ) -> Applied:  # fmt: skip
         """Apply one step's sum. ``present`` per result bucket; ``untouched`` entries got no gradient from any leaf.
 
+        ``sums``: where each bucket's sum lies, where that is not ``root`` for all of them; gradients' are only read.
         ``rate_factor`` multiplies every group's learning rate in this one optimizer step; the scheduler never sees it.
         Raises SchedulerFailed.
         """
@@ -139,15 +140,20 @@ class SyncRule:
         learning_rate *= rate_factor
         buckets = self.layout.result_buckets
         divisor = samples * self.loss_scale
+        squares = 0.0
         for bucket in buckets:
             if self.layout.groups[bucket.group].role == "grad":
                 piece = root.buckets[bucket.index]
-                piece.div_(divisor) if present[bucket.index] else piece.zero_()
+                if not present[bucket.index]:
+                    piece.zero_()
+                    continue
+                torch.div(piece if sums is None else sums[bucket.index], divisor, out=piece)
+                squares += l2_norm(piece) ** 2  # now, while it is in the cache
         for index, parameter in self._parameters:
             gradient = root.gradients[index]
             assert gradient is not None
             parameter.grad = None if index in untouched else gradient.to(parameter.dtype)
-        norm = self._norm(root)
+        norm = self._norm(root, squares)
         finite = math.isfinite(norm) and self._fits()
         if self.scale is not None:
             self.scale.update(finite=finite)
@@ -216,20 +222,20 @@ class SyncRule:
         narrow = [p.grad for _, p in self._parameters if p.dtype == torch.float16 and p.grad is not None]
         return all(bool(torch.isfinite(gradient).all()) for gradient in narrow)
 
-    def _norm(self, root: ResultVector) -> float:
-        groups = [root.group(g.index) for g in self.layout.groups if g.role == "grad"]
+    def _norm(self, root: ResultVector, squares: float) -> float:
+        """The gradient's, whose square is ``squares``; clipped, where that is asked for."""
         if self._across is not None:
             # In float64, where it makes next to no difference that shards are added and not parameters.
-            squares = [float(torch.linalg.vector_norm(group, dtype=torch.float64)) ** 2 for group in groups]
-            norm = math.sqrt(self._across(sum(squares)))
+            norm = math.sqrt(self._across(squares))
             if self.clip is not None and math.isfinite(norm):
                 factor = min(1.0, self.clip / (norm + 1e-6))  # as ``clip_grad_norm_``
-                for group in groups:
-                    group.mul_(factor)
+                for group in self.layout.groups:
+                    if group.role == "grad":
+                        root.group(group.index).mul_(factor)
             return norm
         if self.clip is not None:
             return float(nn.utils.clip_grad_norm_([p for _, p in self._parameters], self.clip))
-        return math.hypot(*(float(torch.linalg.vector_norm(group)) for group in groups))
+        return math.sqrt(squares)
 
     def _forget_gradients(self) -> None:
         for _, parameter in self._parameters:

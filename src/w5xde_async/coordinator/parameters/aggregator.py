@@ -133,10 +133,11 @@ class Aggregator(ParameterOwner):
             nonlocal apply_s, encode_s
             self._add(additions)
             began = self._clock()
-            root, present, halves = self._store.take()
+            root, present, sums, halves = self._store.take()
             if self._keep is not None:  # before the rule, which works in place
                 step.root, step.present = self._keep.take(), present
-                step.root.memory.copy_(root.memory)
+                for mine, lies in zip(step.root.buckets, sums, strict=True):
+                    mine.copy_(lies)
                 step.copy_s = self._clock() - began
                 began += step.copy_s
             if halves is not None:
@@ -145,8 +146,9 @@ class Aggregator(ParameterOwner):
             failpoint("apply.before")
             with users_code():  # the optimizer and the scheduler
                 applied = self.rule.apply(
-                    root, present, step.plan.num_samples, step.untouched or set(), rate_factor=step.rate_factor
-                )
+                    root, present, step.plan.num_samples, step.untouched or set(), sums=sums,
+                    rate_factor=step.rate_factor,
+                )  # fmt: skip
             failpoint("apply.after")
             apply_s = self._clock() - began
             pieces = self._publisher.advance(applied.changed)

@@ -24,6 +24,7 @@ from w5xde_async.coordinator.sync.deviation import compare, with_words
 from w5xde_async.coordinator.sync.recomputation import ReferenceResult
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import AuditKey, Supplier
+from w5xde_async.params.flat import l2_norm
 from w5xde_async.plan.audit import Auditor, Choice, Deviation, HeldBlock, Why
 from w5xde_async.plan.ledger import BlockGrant
 from w5xde_async.plan.numerics import EXACT
@@ -554,7 +555,7 @@ class Verification:
         block gives without the codec and with the coordinator's numbers."""
         held, pieces, worker = block.held, reference.vector.buckets, block.grant.worker
         assert held is not None
-        norms = {b: float(torch.linalg.vector_norm(pieces[b])) for b in reference.present if b in self._floats}
+        norms = {b: l2_norm(pieces[b]) for b in reference.present if b in self._floats}
         finite = all(map(math.isfinite, norms.values()))
         odd = [bucket for bucket, norm in block.norms.items() if not math.isfinite(norm)]
         may_overflow = self._precision == "fp16" and block.origin.kind != self._own_kind

@@ -28,9 +28,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from w5xde_async.params.flat import ResultVector
+from w5xde_async.params.flat import ResultVector, l2_norm
 from w5xde_async.params.layout import Layout
-from w5xde_async.params.reducer import BlockSum, Halves, Reducer, VectorPool
+from w5xde_async.params.reducer import BlockSum, Reducer, Root, VectorPool
 from w5xde_async.plan.tree import Block, Frontier, Merge, right_half
 
 #: Result vectors of so much are kept for the next blocks: making a small one takes longer than filling it.
@@ -72,17 +72,6 @@ class Addition(NamedTuple):
     start: int
     present: bool
     merges: list[Merge]
-
-
-class Root(NamedTuple):
-    """The sum of all leaves. ``present``: per result bucket, whether anything is in it.
-
-    ``halves``: squared norms of both halves, where they were to be measured.
-    """
-
-    vector: ResultVector
-    present: list[bool]
-    halves: Halves | None
 
 
 class BlockStore:
@@ -283,8 +272,8 @@ class BlockStore:
         pieces, norms = self.pieces(block), {}
         for bucket in buckets:
             piece = pieces[bucket]
-            if piece.dtype is torch.float32:  # not torch.dot: it starts threads for a few thousand elements
-                norms[bucket] = torch.linalg.vector_norm(piece).item()
+            if piece.dtype is torch.float32:
+                norms[bucket] = l2_norm(piece)
         return norms
 
     # -- the sum -------------------------------------------------------------------------------------------
@@ -315,8 +304,7 @@ class BlockStore:
 
     def take(self) -> Root:
         """The sum of all leaves, once all of them were counted and added. Valid until ``clear``."""
-        vector, present = self._reducer.root()
-        return Root(vector, present, self._reducer.halves())
+        return self._reducer.root()
 
     def clear(self) -> None:
         """The sum was used; its memory is free for the next step."""
