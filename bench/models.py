@@ -356,12 +356,17 @@ def coordinate(
                     stalls.cancel()
                 result = await ending
                 reply(**passed, stall_ms=0.0 if stalls is None else await stalls)
+        device_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
         reply(
-            step=result.step, loss_first=seen.loss_first, loss_last=result.loss, digest=result.digest,
-            phases=seen.phases, observed=seen.observed, shares=seen.shares,
+            device_bytes=device_bytes, step=result.step, loss_first=seen.loss_first, loss_last=result.loss,
+            digest=result.digest, phases=seen.phases, observed=seen.observed, shares=seen.shares,
         )  # fmt: skip
 
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
     _profiled(reply, run(), profile)
+    if torch.cuda.is_initialized():
+        free_device("cuda")
 
 
 class _Mark:

@@ -18,7 +18,7 @@ import os
 import stat
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -32,8 +32,11 @@ if sys.platform != "win32":
 
 #: The secret of a segment has at most this many bytes.
 SECRET_BYTES = 64
+#: A segment's payload begins so many bytes after its mapping.
+HEADER_BYTES = mmap.PAGESIZE
 
-_PAGE = mmap.PAGESIZE
+_PAGE = HEADER_BYTES
+_before: dict[int, list[Callable[[], object]]] = {}  # what is done before a mapping ends, by its address
 _NAME, _SHARED = "w5xde-", "shared-"
 _F_SEAL_FUTURE_WRITE = 0x0010  # Python does not name it before 3.13
 _MAP_FIXED = 0x10
@@ -247,5 +250,22 @@ def _mmap(
 
 def _tensor_at(address: int, nbytes: int) -> Tensor:
     memory = (ctypes.c_char * nbytes).from_address(address)
-    weakref.finalize(memory, _libc().munmap, address, nbytes).atexit = False
+    _before[address] = []
+    weakref.finalize(memory, _unmap, address, nbytes).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def is_mapped(memory: Tensor) -> bool:
+    """Whether it lies in a mapping of this module's."""
+    return memory.untyped_storage().data_ptr() in _before
+
+
+def before_unmapped(memory: Tensor, action: Callable[[], object]) -> None:
+    """Do this before the mapping ends in which ``memory`` lies, on whatever thread that happens."""
+    _before[memory.untyped_storage().data_ptr()].append(action)
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    for action in _before.pop(address, ()):
+        action()
+    _libc().munmap(address, nbytes)

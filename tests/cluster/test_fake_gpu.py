@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
@@ -96,6 +97,7 @@ async def test_shared_memory_is_the_devices_own_source_and_target(
         assert await running is Departure.FINISHED
     assert result.digest == named_digest(reference.train(make())[0])
     assert cuda.hazards == []
+    gc.collect()
     assert cuda.registered == {}
     assert (most == 0) if refuses else 2 <= most <= 1 + SHARED_SLOTS
 

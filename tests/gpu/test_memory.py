@@ -48,8 +48,9 @@ def test_a_program_with_gradient_checkpointing_takes_less_memory() -> None:
         model.to(device)
         batch = tuple(torch.randn(1 << 16, WIDTH, device=device) for _ in job.dataset.tensors)
         torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)  # cuBLAS's workspace, gradients of the one before
         loss, _ = step(model, batch)
         loss.backward()
-        peaks[how] = torch.cuda.max_memory_allocated(device)
+        peaks[how] = torch.cuda.max_memory_allocated(device) - held
         del loss, step, batch
     assert peaks["not reentrant"] < 0.6 * peaks["plain"]

@@ -19,7 +19,8 @@ from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import ExitCode
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.flat import named_state
-from w5xde_async.telemetry.events import Bus, Event, StepCommitted
+from w5xde_async.segments import unsupported
+from w5xde_async.telemetry.events import Bus, Event, StepCommitted, Warned
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Departure, Worker
@@ -38,14 +39,16 @@ async def train(
     *,
     workers: int = 1,
     without_code: bool = False,
+    link: str = "auto",
+    run_dir: Path | None = None,
     events: list[Event] | None = None,
 ) -> tuple[RunResult, dict[str, torch.Tensor]]:
     """The run's result and what was trained."""
-    given = WorkerConfig(device=str(DEVICE), connect_timeout_s=60.0)
+    given = WorkerConfig(device=str(DEVICE), connect_timeout_s=60.0, link=link)
     bus = Bus()
     if events is not None:
         bus.subscribe(events.append)
-    async with Coordinator(job, config=config, bus=bus) as coordinator:
+    async with Coordinator(job, config=config, bus=bus, run_dir=run_dir) as coordinator:
         made = [
             Worker(coordinator.address, job=None if without_code else replace(job), config=given)
             for _ in range(workers)
@@ -84,6 +87,43 @@ async def test_defaults(name: str) -> None:
     """Default pacing and buckets: what a first run meets, with batch norm, ties, frozen and bfloat16 parameters."""
     _, trained = await train(calm(name), CoordinatorConfig(port=0, max_time_s=100.0), workers=1)
     assert_as_the_plain_loop(calm(name), trained)
+
+
+@pytest.mark.skipif(unsupported() != "", reason=unsupported())
+@pytest.mark.parametrize("name", ["cnn_adamw", "odd", "accumulated"])
+async def test_in_memory_that_the_coordinator_has_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies go straight from its parameters, and to where it reads results. The bits are those that TCP carries."""
+    monkeypatch.setattr("w5xde_async.coordinator.run.startup._SMALL_BYTES", 0)
+    digests = []
+    for link in ("shm", "tcp", "shm"):
+        config = CoordinatorConfig(port=0, max_time_s=100.0, bucket_bytes=64 << 10)
+        result, trained = await train(calm(name), config, link=link)
+        assert_as_the_plain_loop(calm(name), trained)
+        digests.append(result.digest)
+    if DEVICE.type != "cuda" or name != "cnn_adamw":  # whose convolutions' kernels need not repeat their bits
+        assert len(set(digests)) == 1
+
+
+@pytest.mark.parametrize("link", ["shm", "tcp"] if not unsupported() else ["tcp"])
+@pytest.mark.parametrize("name", ["cnn_adamw", "mlp_sgd", "odd", "clipped", "fp16"])
+async def test_an_optimizer_that_steps_on_the_device(name: str, link: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("w5xde_async.coordinator.run.startup._SMALL_BYTES", 0)
+    config = CoordinatorConfig(port=0, max_time_s=100.0, bucket_bytes=64 << 10, update_device=str(DEVICE))
+    job = replace(calm("mlp_adamw"), gradient_clip_val=0.1) if name == "clipped" else calm(name)
+    _, trained = await train(job, config, link=link)
+    assert_as_the_plain_loop(job, trained)
+
+
+async def test_a_run_goes_on_with_its_optimizer_on_another_device(tmp_path: Path) -> None:
+    """What it keeps goes into the checkpoint and to where it steps next, and that is told."""
+    job, events = calm("mlp_adamw"), list[Event]()
+    steps = job.max_steps or 0
+    for stop, where in ((steps // 3, str(DEVICE)), (2 * steps // 3, "cpu"), (steps, str(DEVICE))):
+        config = CoordinatorConfig(port=0, max_time_s=100.0, update_device=where, bucket_bytes=64 << 10, max_steps=stop)
+        _, trained = await train(job, config, events=events, run_dir=tmp_path)
+    assert_as_the_plain_loop(job, trained)
+    told = [event.text for event in events if isinstance(event, Warned) and "updates were made on" in event.text]
+    assert len(told) == (2 if DEVICE.type == "cuda" else 0)
 
 
 async def test_two_workers_share_a_device() -> None:

@@ -45,6 +45,7 @@ LEVELS = {
     "updates": 9,
     "compute": 9,
     "job": 8,
+    "pinning": 8,
     "store": 8,
     "wire": 7,
     "plan": 7,

@@ -16,7 +16,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from w5xde_async import pinning
 from w5xde_async.compute import transfer
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.params.reducer import VectorPool
@@ -317,6 +318,9 @@ class FakeCuda:
     def empty_cache(self) -> None:
         self.check()
 
+    def device(self, device: Any) -> Any:
+        return nullcontext()
+
     def cudart(self) -> FakeCuda:
         return self
 
@@ -450,6 +454,7 @@ def fake_cuda(seed: int = 0, *, pace: float = 0.2, here: bool = True) -> Iterato
             modes.enter_context(_Functions(cuda))
             modes.enter_context(_Kernels(cuda))
         patch.setattr(transfer, "_cuda", cuda)
+        patch.setattr(pinning, "_cuda", cuda)
         patch.setattr(transfer, "VectorPool", Poisoned)
         patch.setattr(transfer, "ThreadPoolExecutor", lambda *_, **__: Copier(cuda))
         patch.setattr(

@@ -52,8 +52,18 @@ def job(**changes: Any) -> Job:
     return Job(**{"model": Model, "dataset": data, "optimizer": momentum, "max_steps": 5, "batch_size": 8, **changes})
 
 
+@pytest.fixture(autouse=True, params=[None, torch.device("cpu")], ids=["in place", "elsewhere"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device | None:
+    """Every test: where the optimizer steps in the memory that is sent, and where in other memory."""
+    chosen: torch.device | None = request.param
+    monkeypatch.setattr(Bench, "device", chosen)
+    return chosen
+
+
 class Bench:
     """A rule over a flat model, fed with gradients by name."""
+
+    device: torch.device | None = None
 
     def __init__(self, **changes: Any) -> None:
         self.model = Model()
@@ -61,7 +71,7 @@ class Bench:
         self.state = FlatState(self.layout)
         self.state.copy_from(self.model)
         self.state.adopt(self.model)
-        self.rule = SyncRule.of(job(**changes), self.model, self.layout, self.state)
+        self.rule = SyncRule.of(job(**changes), self.model, self.layout, self.state, self.device)
         self.names = [entry.name for entry in self.layout.entries]
 
     def apply(
@@ -233,8 +243,8 @@ def test_a_state_goes_round(precision: str) -> None:
     for step in range(3):
         first.apply(gradients(step))
     skeleton, tensors = pack_state(first.rule.state_dict())
+    second.state.copy_groups(first.state)  # parameters first, as a resume does
     second.rule.load_state_dict(unpack_state(skeleton, {name: tensor.clone() for name, tensor in tensors.items()}))
-    second.state.copy_from(first.model)
     for bench in (first, second):
         bench.apply({name: value * bench.rule.loss_scale for name, value in gradients(9).items()})
     assert first.state.digest() == second.state.digest()

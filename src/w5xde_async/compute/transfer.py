@@ -26,10 +26,10 @@ from w5xde_async.compute.halving import lacks_memory
 from w5xde_async.params.flat import FlatState, ResultVector, state_of
 from w5xde_async.params.layout import Layout, runs
 from w5xde_async.params.reducer import VectorPool
+from w5xde_async.pinning import pin
 from w5xde_async.segments import Opened, Window, unsupported
 
 _cuda: Any = torch.cuda  # its streams and events are untyped
-_READ_ONLY = 0x08  # cudaHostRegisterReadOnly
 _NUMBERS = 1 << 12  # leaves are counted modulo this: more than a block has
 
 
@@ -59,7 +59,7 @@ class Transfer:
         self.live = self._state
         self._source = self.incoming  # what versions are loaded from
         self.can_share = self.window is not None or (self._cuda and lent is None and not unsupported())
-        self._pinned: dict[int, bool] = {}  # shared memory by its address: whether it could be pinned
+        self._pinned: set[int] = set()  # shared vectors, by slot
         self.origin: list[Tensor] = self._state.views
         self.host_pool = VectorPool(layout, spare=4, make=self._make_host_vector)
         if lent is not None:
@@ -111,28 +111,13 @@ class Transfer:
                 self.window.show(parameters)
             self.host_pool.lend(vectors)
         elif self.can_share:
-            self._unpin()
+            self._pinned.clear()
             self._source = self.incoming
             if parameters is not None:
                 memory = parameters.map()
-                self._pin(memory, _READ_ONLY)
+                pin(memory, self.device, read_only=True)
                 self._source = FlatState(self.layout, memory=memory)
             self.host_pool.lend(vectors)
-
-    def _pin(self, memory: Tensor, flags: int = 0) -> None:
-        """Have CUDA know shared memory: as pinned, where it takes that, or else copies from and to it are slower."""
-        code = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), flags))
-        self._pinned[memory.data_ptr()] = code == 0
-        if code:
-            with suppress(RuntimeError):  # the next call says what this one has said already
-                torch.zeros(1, device=self.device)
-
-    def _unpin(self) -> None:
-        """Before it is unmapped."""
-        for address, pinned in self._pinned.items():
-            if pinned:
-                _cuda.cudart().cudaHostUnregister(address)
-        self._pinned.clear()
 
     def batch(self, batch: Any) -> Any:
         """A leaf's batch on the device."""
@@ -176,8 +161,9 @@ class Transfer:
             emit(bucket, host)
             return
         assert self._copier is not None
-        if host.slot >= 0 and host.memory.data_ptr() not in self._pinned:
-            self._pin(host.memory)  # shared vectors are many, and most runs need a few of them
+        if host.slot >= 0 and host.slot not in self._pinned:  # there are many, and most runs need a few of them
+            self._pinned.add(host.slot)
+            pin(host.memory, self.device)
         self._summed.record(_cuda.current_stream(self.device))
         self._side.wait_event(self._summed)
         copied = self._free.pop() if self._free else _cuda.Event(blocking=True)

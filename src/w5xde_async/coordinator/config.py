@@ -48,6 +48,10 @@ class CoordinatorConfig(VerificationConfig, MonitoringConfig, DurabilityConfig, 
         "commas between; with a scheduler lr is what its schedule begins with",
         text("optimizer.NAME=NUMBER or scheduler.NAME=NUMBER", "NAME=X", f"{_CHANGE}(?:,{_CHANGE})*"), "the run",
     )  # fmt: skip
+    update_device: str = setting(
+        "cpu", "sync: where the optimizer steps, and what it keeps is; on a GPU a large model's step is over ten times "
+        "as soon", text("cpu, cuda or cuda:N", "DEVICE", r"cpu|cuda(:\d+)?"), "updates",
+    )  # fmt: skip
     target_batch: int | Literal["auto"] | None = setting(
         None, "sync: double the batch as the gradient noise scale asks for it, up to N samples; auto: the dataset",
         _BATCH, "updates",
@@ -63,6 +67,11 @@ class CoordinatorConfig(VerificationConfig, MonitoringConfig, DurabilityConfig, 
         need(
             (self.update.rule == "sync" and not self.auto) or self.durability == "checkpoint",
             "a journal keeps the gradients of the sync rule; other rules, and auto, have --durability checkpoint",
+        )
+        need(
+            self.update_device == "cpu" or (self.update.rule == "sync" and not self.auto),
+            f"--update-device {self.update_device} is for an optimizer that steps at the coordinator, under --update "
+            "sync",
         )
         if self.target_batch is not None:
             self._check_growth(f"--target-batch {self.target_batch}")

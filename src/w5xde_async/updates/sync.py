@@ -26,6 +26,7 @@ from w5xde_async.job import Job, made_by
 from w5xde_async.params.flat import FlatState, ResultVector, l2_norm, state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.updates.buffers import BufferState
+from w5xde_async.updates.on_device import OnDevice
 from w5xde_async.users_code import users_code
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -88,24 +89,31 @@ class SyncRule:
         clip: float | None = None,
         scale: LossScale | None = None,
         across: Callable[[float], float] | None = None,
+        on_device: OnDevice | None = None,
     ) -> None:
         """``tensors``: the model's, in layout order. ``clip``: the largest global norm of a gradient. ``scheduler`` is
         stepped after every optimizer step. ``across``: where ``layout`` is a shard, the sum over all of them.
+        ``on_device``: where the optimizer's parameters are, if not in ``state``.
         """
+        self.on_device = on_device
         self.layout, self._buffers, self._across = layout, BufferState(layout, state), across
         self._parameters = [(index, tensors[index]) for index in layout.trainable]
         self.optimizer, self.scheduler, self.clip, self.scale = optimizer, scheduler, clip, scale
         self._behind = False  # the scheduler has not made the step that belongs to the last optimizer step
 
     @classmethod
-    def of(cls, job: Job, model: nn.Module, layout: Layout, state: FlatState) -> SyncRule:
-        """With the job's own optimizer and scheduler. Raises JobError."""
+    def of(
+        cls, job: Job, model: nn.Module, layout: Layout, state: FlatState, device: torch.device | None = None
+    ) -> SyncRule:
+        """With the job's own optimizer and scheduler, which step on ``device`` if not in ``state``. Raises JobError."""
         if not layout.trainable:
             raise JobError("model", "it has no trainable parameter", "set requires_grad on what is to be trained")
+        on_device = None if device is None else OnDevice(model, layout, state, device)
+        model = model if on_device is None else on_device.model
         optimizer = _optimizer(job, model)
         return cls(
             list(state_of(model, layout)), layout, state, optimizer, scheduler=_scheduler(job, optimizer),
-            clip=job.gradient_clip_val, scale=LossScale() if job.precision == "fp16" else None,
+            clip=job.gradient_clip_val, scale=LossScale() if job.precision == "fp16" else None, on_device=on_device,
         )  # fmt: skip
 
     @property
@@ -121,6 +129,8 @@ class SyncRule:
         otherwise. A fused step takes a tenth of the time, and has other last bits.
         """
         made = self.optimizer
+        if self.on_device is not None:
+            return ""
         open_to_choice = all(group.get("fused", False) is None and not group["foreach"] for group in made.param_groups)
         return f"{type(made).__name__}(..., fused=True)" if type(made) in _FUSED and open_to_choice else ""
 
@@ -140,20 +150,27 @@ class SyncRule:
         learning_rate *= rate_factor
         buckets = self.layout.result_buckets
         divisor = samples * self.loss_scale
+        lie = root.buckets if sums is None else sums
+        gradients = root if self.on_device is None else self.on_device.vector
         squares = 0.0
         for bucket in buckets:
             if self.layout.groups[bucket.group].role == "grad":
-                piece = root.buckets[bucket.index]
+                piece = gradients.buckets[bucket.index]
                 if not present[bucket.index]:
                     piece.zero_()
-                    continue
-                torch.div(piece if sums is None else sums[bucket.index], divisor, out=piece)
-                squares += l2_norm(piece) ** 2  # now, while it is in the cache
+                elif self.on_device is None:
+                    torch.div(lie[bucket.index], divisor, out=piece)
+                    squares += l2_norm(piece) ** 2  # now, while it is in the cache
+                else:
+                    self.on_device.bring(bucket.index, lie[bucket.index]).div_(divisor)
+        if self.on_device is not None:
+            groups = [gradients.group(group.index) for group in self.layout.groups if group.role == "grad"]
+            squares = sum(float(torch.linalg.vector_norm(group)) ** 2 for group in groups)  # waits for the device
         for index, parameter in self._parameters:
-            gradient = root.gradients[index]
+            gradient = gradients.gradients[index]
             assert gradient is not None
             parameter.grad = None if index in untouched else gradient.to(parameter.dtype)
-        norm = self._norm(root, squares)
+        norm = self._norm(gradients, squares)
         finite = math.isfinite(norm) and self._fits()
         if self.scale is not None:
             self.scale.update(finite=finite)
@@ -172,6 +189,8 @@ class SyncRule:
                     self._behind = True
         self._forget_gradients()
         changed = [bucket.index for bucket in buckets if self.layout.groups[bucket.group].role == "grad"]
+        if self.on_device is not None:
+            self.on_device.publish(changed)
         for bucket in self._buffers.buckets:
             if present[bucket.index]:
                 self._buffers.write(bucket, root.buckets[bucket.index], samples)
@@ -252,7 +271,8 @@ class SyncRule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``. Raises ValueError where it belongs to another optimizer or scheduler."""
+        """Continue from ``state_dict``; the parameters are there already. Raises ValueError where it belongs to another
+        optimizer or scheduler."""
         if (state["scheduler"] is None) != (self.scheduler is None):
             raise ValueError("the checkpoint and the job do not agree on whether there is a scheduler")
         if (state["scale"] is None) != (self.scale is None):
@@ -261,6 +281,8 @@ class SyncRule:
         _keep_dtypes(self.optimizer, state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+        if self.on_device is not None:
+            self.on_device.refresh()
         self._behind = bool(state.get("behind", False))
         if self.scale is not None:
             self.scale.value, self.scale.good_steps = float(state["scale"][0]), int(state["scale"][1])

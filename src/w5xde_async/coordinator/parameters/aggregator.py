@@ -99,7 +99,7 @@ class Aggregator(ParameterOwner):
         self._update_s = math.inf  # what the last update took
         # Small updates are made with as many threads here and there: an optimizer that multiplies matrices has other
         # last bits with another count.
-        self._small = self.layout.vector_bytes <= _INLINE_UPDATE_BYTES
+        self._small = self.layout.vector_bytes <= _INLINE_UPDATE_BYTES and rule.on_device is None
         self._loop_threads = torch.get_num_threads()
 
     @property

@@ -38,6 +38,10 @@ class ParameterOwner:
         self._last = future = self._executor.submit(call)
         return asyncio.wrap_future(future)
 
+    def post(self, call: Callable[[], object]) -> None:
+        """As ``submit``, where nobody waits."""
+        self._last = self._executor.submit(call)
+
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of every tensor, by entry name. To be submitted."""
         with torch.no_grad():

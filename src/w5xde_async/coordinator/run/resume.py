@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from w5xde_async.compute.engine import device_name
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.best import take_up_best
 from w5xde_async.coordinator.durability.journal_writer import apply_entry
@@ -264,6 +265,9 @@ def _restore(spec: RunSpec, strategy: Strategy, record: Record, directory: RunDi
     spec.numerics.devices[:] = map(str, devices)
     if set(past) - {EXACT}:
         notes.append(f"results so far were computed in these ways: {', '.join(spec.numerics.past)} (docs/islands.md)")
+    before, now = str(record.meta.get("updated_on", "cpu")), _updated_on(strategy)
+    if before != now:
+        notes.append(f"updates were made on {before} so far and are made on {now} now: the run's last bits may differ")
     bad: Any = record.meta.get("bad_samples", [])
     spec.bad.restore(map(int, bad))
     if spec.stream is not None:
@@ -296,6 +300,12 @@ def _restore(spec: RunSpec, strategy: Strategy, record: Record, directory: RunDi
     if strategy.schedule is not None:
         strategy.schedule.rows(step, 1)  # from the beginning to here, which may take seconds
     return ResumePoint(step=step, samples=samples, saved_step=record.step)
+
+
+def _updated_on(strategy: Strategy) -> str:
+    """Where its optimizer steps."""
+    on_device = strategy.rule.on_device if isinstance(strategy.rule, SyncRule) else None
+    return "cpu" if on_device is None else device_name(on_device.device)
 
 
 def _restore_batch(spec: RunSpec, grown: Any, where: str) -> None:
@@ -364,6 +374,7 @@ class KeptState:
                 "rule": skeleton,
                 "numerics": list(spec.numerics.past),
                 "devices": list(spec.numerics.devices),
+                **({} if (place := _updated_on(self.strategy)) == "cpu" else {"updated_on": place}),
                 **({} if spec.stream is None else {"stream": self._mark(spec.stream, step)}),
                 **({"bad_samples": [*bad]} if (bad := spec.bad.all()) else {}),
                 **({"overrides": [list(one) for one in spec.overrides]} if spec.overrides else {}),

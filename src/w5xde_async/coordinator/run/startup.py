@@ -23,7 +23,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.evaluation import Evaluator
 from w5xde_async.coordinator.run.resume import overridden, take_up
 from w5xde_async.coordinator.run.spec import Prepared, ResumePoint, RunSpec
-from w5xde_async.coordinator.run.strategy import make_strategy, possible_choices
+from w5xde_async.coordinator.run.strategy import make_strategy, possible_choices, update_device
 from w5xde_async.coordinator.run.warm_start import begin_with, begins_anew, kept_leaf_size
 from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
 from w5xde_async.data.stream import stream_of
@@ -112,7 +112,9 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step
     evaluator = Evaluator(job, copy.deepcopy(model), layout) if evaluates else None
     program, untraceable = _trace(job, model, layout) if alone and config.code_free else (None, "")
     segment = _segment(layout) if config.update.plain else None
-    state = FlatState(layout, memory=None if segment is None else segment.payload)
+    copied = update_device(config)  # from there, which is faster from pinned memory
+    pinned = segment is None and copied is not None and copied.type == "cuda"
+    state = FlatState(layout, memory=None if segment is None else segment.payload, pinned=pinned)
     state.copy_from(model)
     state.adopt(model)
     begun = None

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgpack
+import torch
 
+from w5xde_async.compute.engine import choose_device
 from w5xde_async.compute.inner import Schedule, describe_inner
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run.spec import RunSpec, Strategy
@@ -25,7 +27,7 @@ _MOST_LEAVES = 1 << 15  # losses and metrics of so many fit into a header
 def make_strategy(spec: RunSpec, config: CoordinatorConfig, update: UpdateConfig) -> Strategy:
     """The strategy of ``update``, at its beginning. Raises JobError, UsageError where the job does not fit it."""
     job = spec.job
-    rule = SyncRule.of(job, spec.model, spec.layout, spec.state)
+    rule = SyncRule.of(job, spec.model, spec.layout, spec.state, update_device(config))
     _check_precision(job, update)
     if update.rule == "sync":
         return Strategy(update=update, rule=rule)
@@ -38,6 +40,16 @@ def make_strategy(spec: RunSpec, config: CoordinatorConfig, update: UpdateConfig
     streaming = [update.fragments, update.overlap, update.mixing] if update.rule == "streaming" else None
     inner: bytes = msgpack.packb({**described, "clip": job.gradient_clip_val, "streaming": streaming})
     return Strategy(update=update, rule=outer, schedule=schedule, inner=inner)
+
+
+def update_device(config: CoordinatorConfig) -> torch.device | None:
+    """Where optimizers step, if not in the memory that is sent. Raises UsageError where that is not here."""
+    if config.update_device == "cpu":
+        return None
+    try:
+        return choose_device(config.update_device)
+    except ValueError as error:
+        raise UsageError(f"--update-device: {error}") from None
 
 
 def change_strategy(

@@ -224,6 +224,7 @@ class Results:
         """A slot is filled under a lease."""
         if isinstance(of, Block):
             self._verdicts.received(grant.lease, grant.worker, bucket)
+            self._verification.filled(grant.step, of, bucket)
             self._counts_at_once(of, bucket, present=True)
 
     def _clear(self, key: SlotKey) -> bool:

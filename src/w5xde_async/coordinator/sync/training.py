@@ -37,6 +37,7 @@ from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import BlockStore, Destination
 from w5xde_async.hub.work.lease_scheduler import LeaseScheduler, Sendable
 from w5xde_async.job import shown_progress
+from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.audit import Auditor
 from w5xde_async.plan.leases import Grant
@@ -107,7 +108,8 @@ class SyncTraining:
         self.sampler: Steps = context.sampler if growing is None else growing.plan
         self._ordering = EpochPrefetch(self.sampler, self._order_came, self.lifecycle.fail)
         self.version = first_step
-        self.store, self._closing = BlockStore(layout), False
+        make = ResultVector if rule.on_device is None else rule.on_device.make_vector
+        self.store, self._closing = BlockStore(layout, make=make), False
         down, deltas = update.downlink_codec, None
         if down.name != "raw":
             deltas = DeltaPublisher(layout, state, down, version=first_step, wake=lambda: catch_up.begin())

@@ -29,6 +29,7 @@ from w5xde_async.plan.audit import Auditor, Choice, Deviation, HeldBlock, Why
 from w5xde_async.plan.ledger import BlockGrant
 from w5xde_async.plan.numerics import EXACT
 from w5xde_async.plan.pacing import Pacing
+from w5xde_async.plan.tree import Block
 from w5xde_async.plan.verification import (
     Audit,
     Count,
@@ -154,6 +155,8 @@ class Verification:
         self._roles = {bucket.index: self._layout.groups[bucket.group].role for bucket in self._layout.result_buckets}
         self._floats = {number for number, role in self._roles.items() if role != "max"}
         self._unweighed: list[FinishedBlock] = []
+        self._early: dict[Block, dict[int, float]] = {}  # norms of what fills slots of the step under way
+        self._early_step = -1
         self._waiting: list[FinishedBlock] = []  # for the very first norm to be confirmed
         self._held: list[FinishedBlock] = []  # for the second computation
         self._given_up: list[FinishedBlock] = []  # nobody is there who could compute it again
@@ -175,6 +178,22 @@ class Verification:
         return any(c.held is not None and c.held.why is Why.FIRST for c in (*self._held, *self._given_up))
 
     # -- a block is finished -------------------------------------------------------------------------------
+
+    def filled(self, step: int, block: Block, bucket: int) -> None:
+        """A slot of a block is filled, perhaps again. Of a large one it is weighed while the others are on their way.
+
+        In the parameters' thread, which does one thing after the other: whoever weighs the block finds it done.
+        """
+        if not self.active or bucket not in self._floats or self._layout.vector_bytes <= INLINE_WEIGH_BYTES:
+            return
+        if step != self._early_step:
+            self._early, self._early_step = {}, step
+        norms, piece = self._early.setdefault(block, {}), self._store.piece(block, bucket)
+
+        def weigh() -> None:
+            norms[bucket] = l2_norm(piece)
+
+        self._context.aggregator.post(weigh)
 
     def finished(self, block: FinishedBlock) -> Ruling | None:
         """A block is finished. None where it is too large to be looked at here: ``next_ruling`` does."""
@@ -431,7 +450,14 @@ class Verification:
         return ruling
 
     async def _weigh(self, block: FinishedBlock) -> Ruling | None:
-        norms = await self._context.aggregator.submit(lambda: self._store.norms(block.grant.block, block.suppliers))
+        early = self._early.pop(block.grant.block, {})
+
+        def weigh() -> dict[int, float]:
+            missing = [bucket for bucket in block.suppliers if bucket not in early]
+            norms = {**early, **self._store.norms(block.grant.block, missing)}
+            return {bucket: norms[bucket] for bucket in block.suppliers if bucket in norms}
+
+        norms = await self._context.aggregator.submit(weigh)
         if block not in self._unweighed:
             return None  # a worker that had a hand in it was quarantined meanwhile
         self._unweighed.remove(block)

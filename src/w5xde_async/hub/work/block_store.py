@@ -259,6 +259,10 @@ class BlockStore:
         known = self._sum(of)
         return [known.piece(bucket.index) for bucket in self.layout.result_buckets]
 
+    def piece(self, of: Block | AuditKey, bucket: int) -> Tensor:
+        """Where a bucket lies now. To be read."""
+        return self._sum(of).piece(bucket)
+
     def _sum(self, of: Block | AuditKey) -> BlockSum:
         if isinstance(of, Block):
             return self._reducer.block(of.start - self.leaves.start)

@@ -81,8 +81,8 @@ class InPlaceExecutor:
         task = held.task(self._loss_scale)
         together: list[BucketResult] = []
         # What lies in memory that the coordinator has too is not on its way, and nothing is done with it before DONE:
-        # told of one by one, it would only wake processes that the cores are needed for.
-        give = together.append if self._together or self.shares else send
+        # told of one by one, it would only wake processes that the cores are needed for. A device computes by itself.
+        give = together.append if self._together or (self.shares and self.device.type == "cpu") else send
 
         def emit(bucket: int, vector: ResultVector) -> None:
             buffers = ((self._specs[bucket], vector.bucket_bytes[bucket]),)
