@@ -19,17 +19,22 @@ from torch import nn
 
 from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.program import sandbox
+from w5xde_async.coordinator.parameters import aggregator
 from w5xde_async.coordinator.parameters.publisher import LivePublisher
+from w5xde_async.coordinator.run import strategy
 from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.coordinator.sync import verification
 from w5xde_async.errors import UsageError
 from w5xde_async.hub.members import roster
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
 from w5xde_async.params.flat import ResultVector, named_digest
 from w5xde_async.params.reducer import VectorPool
+from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.segments import Opened, Unshared, unsupported
 from w5xde_async.telemetry.events import Bus, Event, WorkerJoined
 from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Params
 from w5xde_async.worker import sharing
@@ -55,6 +60,15 @@ def what_may_be_written_again_is(monkeypatch: pytest.MonkeyPatch) -> None:
         give(pool, vector)
 
     monkeypatch.setattr(VectorPool, "give", giving)
+
+
+@pytest.fixture(autouse=True, params=["small", "large"])
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of small models, and as of those whose results are weighed and divided as they come, in the other thread."""
+    if request.param == "large":
+        monkeypatch.setattr(aggregator, "_INLINE_UPDATE_BYTES", 0)
+        monkeypatch.setattr(aggregator, "_INLINE_ADD_BYTES", 0)
+        monkeypatch.setattr(verification, "INLINE_WEIGH_BYTES", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -255,6 +269,53 @@ async def test_links_that_break_cost_no_bit(monkeypatch: pytest.MonkeyPatch, lin
         assert await asyncio.gather(*running) == [Departure.FINISHED] * 2
     assert len(opened) > 6
     assert result.digest == named_digest(reference.train(made)[0])
+
+
+@pytest.mark.parametrize("update_device", [None, torch.device("cpu")])
+@pytest.mark.parametrize("norm_gate", [0.0, 6.0])
+async def test_a_step_of_one_block_is_updated_as_it_comes(
+    monkeypatch: pytest.MonkeyPatch, norm_gate: float, update_device: torch.device | None
+) -> None:
+    """The whole step is one lease's, and links break: whatever was expected of an earlier lease, the bits are right."""
+    made, commits, seen = job(max_steps=20, gradient_clip_val=0.5), Commits(), {"expected": 0, "used": 0}
+    expect, divided, apply = SyncRule.expect, SyncRule._divided, SyncRule.apply
+    done: list[int] = []
+
+    def expecting(rule: SyncRule, *given: Any) -> None:
+        seen["expected"] += 1
+        expect(rule, *given)
+
+    def dividing(rule: SyncRule, *given: Any) -> Any:
+        done.append(1)
+        return divided(rule, *given)
+
+    def applying(rule: SyncRule, *given: Any, **named: Any) -> Any:
+        done.clear()
+        applied = apply(rule, *given, **named)
+        seen["used"] += not done
+        return applied
+
+    monkeypatch.setattr(SyncRule, "expect", expecting)
+    monkeypatch.setattr(SyncRule, "_divided", dividing)
+    monkeypatch.setattr(SyncRule, "apply", applying)
+    monkeypatch.setattr(strategy, "update_device", lambda _: update_device)
+    pacing = PacingConfig(target_lease_s=1e6, short_steps="workers")
+    config = settings(norm_gate=norm_gate, pacing=pacing)
+    async with Coordinator(made, config=config, bus=commits.bus) as coordinator:
+        running = asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run())
+        for step in range(4, 20, 4):
+            await commits.reach(step)
+            assert coordinator._training is not None
+            for session in coordinator._training.roster.sessions.values():
+                session.link.abort()
+        result = await coordinator.wait()
+        assert await running is Departure.FINISHED
+    assert result.digest == named_digest(reference.train(made)[0])
+    if aggregator._INLINE_UPDATE_BYTES == 0:
+        assert seen["expected"] > 20
+        assert seen["used"] > 5
+    else:
+        assert seen["expected"] == 0
 
 
 @pytest.mark.parametrize("audit_fraction", [0.0, 1.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -76,9 +77,12 @@ class Bench:
 
     def apply(
         self, sums: dict[str, Tensor], samples: int = 8, buffers: dict[str, Tensor] | None = None,
-        rate_factor: float = 1.0,
+        rate_factor: float = 1.0, expected: random.Random | None = None,
     ) -> Any:  # fmt: skip
-        """``sums`` per trainable parameter; what is missing got no gradient."""
+        """``sums`` per trainable parameter; what is missing got no gradient.
+
+        ``expected``: sums lie elsewhere, and some of them, or others in their places, have been expected before.
+        """
         root = ResultVector(self.layout)
         root.memory.fill_(77)  # what is not present may hold anything
         touched = set()
@@ -95,7 +99,22 @@ class Bench:
             if not there:
                 root.buckets[bucket.index].fill_(-7)
         untouched = {index for index in self.layout.trainable if index not in touched}
-        return self.rule.apply(root, present, samples, untouched, rate_factor=rate_factor)
+        if expected is None:
+            return self.rule.apply(root, present, samples, untouched, rate_factor=rate_factor)
+        lie = [piece.clone() for piece in root.buckets]
+        before = [piece.clone() for piece in lie]
+        for bucket in self.layout.result_buckets:
+            if self.layout.groups[bucket.group].role == "grad":
+                for what in expected.sample(["other", "same", "of a like step"], expected.randint(0, 3)):
+                    if what == "other":
+                        self.rule.expect(bucket.index, torch.full_like(lie[bucket.index], 5.0), samples)
+                    else:
+                        self.rule.expect(bucket.index, lie[bucket.index], samples + (what != "same"))
+                root.buckets[bucket.index].fill_(9)
+        applied = self.rule.apply(root, present, samples, untouched, rate_factor=rate_factor, sums=lie)
+        gradients = [b.index for b in self.layout.result_buckets if self.layout.groups[b.group].role == "grad"]
+        assert all(torch.equal(lie[bucket], before[bucket]) for bucket in gradients)
+        return applied
 
 
 def gradients(step: int, *, rare: bool = True) -> dict[str, Tensor]:
@@ -138,6 +157,17 @@ def test_equal_to_a_plain_loop(make: Make, schedule: Any, clip: float | None) ->
     assert bench.state.digest() == named_digest(plain(make, schedule, clip, 6))
     assert (rates[0] == rates[-1]) == (schedule is None)
     assert all(parameter.grad is None for parameter in bench.model.parameters())
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_sum_that_was_expected_and_one_that_was_not_have_the_same_bits(seed: int, clip: float | None) -> None:
+    chance = random.Random(seed)
+    bench = Bench(optimizer=grouped, scheduler=cosine, gradient_clip_val=clip)
+    for step in range(6):
+        expected = chance if step % 3 else None
+        bench.apply(gradients(step, rare=step % 2 == 0), expected=expected)
+    assert bench.state.digest() == named_digest(plain(grouped, cosine, clip, 6))
 
 
 @pytest.mark.parametrize("tensors", [False, True])

@@ -57,13 +57,11 @@ class OnDevice:
         """Host memory for a sum that is brought there."""
         return ResultVector(layout, pinned=self._cuda is not None)
 
-    def bring(self, bucket: int, summed: Tensor) -> Tensor:
-        """A bucket's sum, there. ``summed`` has to stay as it is until somebody waits for the device."""
+    def bring(self, bucket: int, summed: Tensor) -> None:
+        """A bucket's sum, into ``vector``. It has to stay as it is until somebody waits for the device."""
         if self._pins and is_mapped(summed) and not summed.is_pinned():
             self._pins = pin_around(summed, slot_bytes(self.layout), self.device)
-        piece = self.vector.buckets[bucket]
-        piece.copy_(summed, non_blocking=True)
-        return piece
+        self.vector.buckets[bucket].copy_(summed, non_blocking=True)
 
     def publish(self, buckets: Iterable[int]) -> None:
         """The optimizer has stepped: ``state`` gets the new values of these buckets, which hold parameters."""

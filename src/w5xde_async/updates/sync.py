@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,14 @@ class SchedulerFailed(Exception):
         super().__init__(str(error))
 
 
+class _Divided(NamedTuple):
+    """A bucket's sum, what it was divided by, and the square of the quotient's norm (0 where a device finds that)."""
+
+    summed: Tensor
+    divisor: float
+    square: float
+
+
 class SyncRule:
     """Owns optimizer and scheduler over a model whose tensors are views of ``state``; one thread at a time.
 
@@ -99,6 +107,8 @@ class SyncRule:
         self.layout, self._buffers, self._across = layout, BufferState(layout, state), across
         self._parameters = [(index, tensors[index]) for index in layout.trainable]
         self.optimizer, self.scheduler, self.clip, self.scale = optimizer, scheduler, clip, scale
+        self._ahead: ResultVector | None = None  # where gradients are divided that are expected
+        self._expected: dict[int, _Divided] = {}  # by bucket
         self._behind = False  # the scheduler has not made the step that belongs to the last optimizer step
 
     @classmethod
@@ -149,20 +159,20 @@ class SyncRule:
         learning_rate = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
         learning_rate *= rate_factor
         buckets = self.layout.result_buckets
-        divisor = samples * self.loss_scale
-        lie = root.buckets if sums is None else sums
-        gradients = root if self.on_device is None else self.on_device.vector
+        divisor, lie = samples * self.loss_scale, root.buckets if sums is None else sums
+        gradients = (self._ahead if self._expected else None) or self._elsewhere or root
         squares = 0.0
         for bucket in buckets:
             if self.layout.groups[bucket.group].role == "grad":
-                piece = gradients.buckets[bucket.index]
                 if not present[bucket.index]:
-                    piece.zero_()
-                elif self.on_device is None:
-                    torch.div(lie[bucket.index], divisor, out=piece)
-                    squares += l2_norm(piece) ** 2  # now, while it is in the cache
-                else:
-                    self.on_device.bring(bucket.index, lie[bucket.index]).div_(divisor)
+                    gradients.buckets[bucket.index].zero_()
+                    continue
+                summed = lie[bucket.index]
+                known = self._expected.get(bucket.index)
+                if known is None or known.summed is not summed or known.divisor != divisor:
+                    known = self._divided(gradients, bucket.index, summed, divisor)
+                squares += known.square
+        self._expected.clear()
         if self.on_device is not None:
             groups = [gradients.group(group.index) for group in self.layout.groups if group.role == "grad"]
             squares = sum(float(torch.linalg.vector_norm(group)) ** 2 for group in groups)  # waits for the device
@@ -196,6 +206,27 @@ class SyncRule:
                 self._buffers.write(bucket, root.buckets[bucket.index], samples)
                 changed.append(bucket.index)
         return Applied(skipped=False, gradient_norm=norm, learning_rate=learning_rate, changed=tuple(changed))
+
+    @torch.no_grad()
+    def expect(self, bucket: int, summed: Tensor, samples: int) -> None:
+        """What is in ``summed`` may become a step's sum: if the next ``apply`` is given this very tensor, its part of
+        the work is done already. It has to stay as it is as long as anybody has it; no more than that is read of it."""
+        if self._ahead is None:
+            self._ahead = self._elsewhere or ResultVector(self.layout)
+        self._expected[bucket] = self._divided(self._ahead, bucket, summed, samples * self.loss_scale)
+
+    @property
+    def _elsewhere(self) -> ResultVector | None:
+        return None if self.on_device is None else self.on_device.vector
+
+    def _divided(self, gradients: ResultVector, bucket: int, summed: Tensor, divisor: float) -> _Divided:
+        piece = gradients.buckets[bucket]
+        if self.on_device is not None:
+            self.on_device.bring(bucket, summed)
+            piece.div_(divisor)
+            return _Divided(summed, divisor, 0.0)
+        torch.div(summed, divisor, out=piece)
+        return _Divided(summed, divisor, l2_norm(piece) ** 2)  # now, while it is in the cache
 
     def catch_up(self) -> None:
         """Have the scheduler make the step that it has failed to make. Raises SchedulerFailed: nothing has changed."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from w5xde_async.coordinator.parameters.owner import ParameterOwner
 from w5xde_async.coordinator.parameters.publisher import Piece, Publisher
@@ -96,6 +98,8 @@ class Aggregator(ParameterOwner):
         self.rule, self._store, self._publisher = rule, store, publisher
         self.step: StepState | None = None
         self._keep = keep
+        groups = self.layout.groups
+        self._is_gradient = [groups[bucket.group].role == "grad" for bucket in self.layout.result_buckets]
         self._update_s = math.inf  # what the last update took
         # Small updates are made with as many threads here and there: an optimizer that multiplies matrices has other
         # last bits with another count.
@@ -111,6 +115,13 @@ class Aggregator(ParameterOwner):
         """The next step. ``measure``: the halves of its sum, which no lease may span then."""
         self.step = StepState(plan, [0.0] * plan.num_leaves, self._clock(), rate_factor=rate_factor)
         self._store.begin(Block(0, plan.num_leaves), measure_halves=measure)
+
+    def expect(self, bucket: int, summed: Tensor) -> None:
+        """A bucket of a block that is the whole step has come. Of a large one that is in memory where nobody writes any
+        more, the update begins."""
+        step = self.step
+        if step is not None and self.layout.vector_bytes > _INLINE_UPDATE_BYTES and self._is_gradient[bucket]:
+            self.post(partial(self.rule.expect, bucket, summed, step.plan.num_samples))
 
     async def reduce(self) -> bool:
         """Add what has come. False when there was nothing."""

@@ -217,7 +217,10 @@ class Results:
         if self._store.is_filled(key) or not self._clear(key):
             self._turn_away(grant)
         else:
-            self._received(grant, *self._store.lay(key, piece, Supplier(session.worker_id, grant.lease)))
+            of, bucket = self._store.lay(key, piece, Supplier(session.worker_id, grant.lease))
+            self._received(grant, of, bucket)
+            if of == self._store.leaves:
+                self._aggregator.expect(bucket, self._store.piece(of, bucket))
         return True
 
     def _received(self, grant: BlockGrant, of: Block | AuditKey, bucket: int) -> None:

@@ -168,9 +168,10 @@ class BlockStore:
     def lay(self, key: SlotKey, piece: Tensor, supplier: Supplier) -> SlotKey:
         """An empty slot, into which nobody receives, is filled by what lies in ``piece``, which is read from there.
 
-        It has to stay as it is until the slot is empty again, the sum is cleared or the audit released.
+        It has to stay as it is until the slot is empty again, the sum is cleared or the audit released. Who is given it
+        from here may know it by the tensor: no other content is ever in the same one.
         """
-        self._sum(key.of).borrow(key.bucket, piece)
+        self._sum(key.of).borrow(key.bucket, piece.detach())
         return self.put(key, supplier)
 
     def fill_with_nothing(self, of: Block | AuditKey) -> list[int]:
