@@ -38,6 +38,7 @@ def main() -> None:
     flags.add_argument("--steps", type=int, default=0, help="steps a round (20; 6 with --quick)")
     flags.add_argument("--rounds", type=int, default=0, help="rounds (3; 1 with --quick)")
     flags.add_argument("--threads", type=int, default=0, help="threads of the coordinator (every core, as its program)")
+    flags.add_argument("--default-leases", action="store_true", help="as a run decides, not a step's leaves in one")
     flags.add_argument("--not-fused", action="store_true", help="AdamW as torch makes it, without fused=True, on both")
     flags.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = flags.parse_args()
@@ -57,6 +58,8 @@ def main() -> None:
     }
     job = make_job("gpt2", **options)
     tokens = job.batch_size * job.dataset.tensors[0].shape[1]
+    # So long a lease that a block is all the leaves that are free: the step's 8, once the worker's speed is known.
+    pacing = {} if args.default_leases else {"target_lease_s": 1e6}
     threads = args.threads or os.cpu_count() or 1
     report = Report(
         {**options, "rounds": rounds, "threads": threads, "tokens_a_step": tokens, "device": device_name(args.device)}
@@ -65,10 +68,11 @@ def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {"ours": [], "ours_cpu": [], "plain": []}
     with Rig(__file__, ["coordinator", "worker", "plain"]) as rig:
         for _ in range(rounds):
-            found["ours"].append(ours(rig, options, args.device, threads, args.device))
+            on_device = {"threads": threads, "update_device": args.device, "pacing": pacing}
+            found["ours"].append(ours(rig, options, args.device, **on_device))
             rig["plain"].tell("plain", options=options, device=args.device)
             found["plain"].append(rig["plain"].answer(600.0))
-            found["ours_cpu"].append(ours(rig, options, args.device, threads, "cpu"))
+            found["ours_cpu"].append(ours(rig, options, args.device, **{**on_device, "update_device": "cpu"}))
             *mine, other = [found[kind][-1]["loss"] for kind in ("ours", "ours_cpu", "plain")]
             print(f"last loss {mine[0]:.4f} and {mine[1]:.4f} (ours), {other:.4f} (plain)")
             if any(abs(loss - other) > TOLERANCE * abs(other) for loss in mine):
@@ -87,11 +91,12 @@ def main() -> None:
     report.write(args.json)
 
 
-def ours(rig: Rig, options: dict[str, Any], device: str, threads: int, update_device: str) -> dict[str, Any]:
-    # So long a lease that a block is all the leaves that are free: the step's 8, once the worker's speed is known.
+def ours(
+    rig: Rig, options: dict[str, Any], device: str, *, threads: int, update_device: str, pacing: dict[str, Any]
+) -> dict[str, Any]:
     rig["coordinator"].tell(
         "coordinate", job="gpt2", options=options, workers=1, warm_steps=WARM, observe=True,
-        threads=threads, config={"update_device": update_device}, pacing={"target_lease_s": 1e6},
+        threads=threads, config={"update_device": update_device}, pacing=pacing,
     )  # fmt: skip
     port = rig["coordinator"].answer()["port"]
     rig["worker"].tell("work", port=port, job="gpt2", options=options, device=device)

@@ -70,7 +70,10 @@ class SchedulerFailed(Exception):
 
 
 class _Divided(NamedTuple):
-    """A bucket's sum, what it was divided by, and the square of the quotient's norm (0 where a device finds that)."""
+    """A bucket's sum, what it was divided by, and the square of the quotient's norm.
+
+    On a device only the sum is there: it is divided, and the norm found, with all others.
+    """
 
     summed: Tensor
     divisor: float
@@ -174,7 +177,10 @@ class SyncRule:
                 squares += known.square
         self._expected.clear()
         if self.on_device is not None:
-            groups = [gradients.group(group.index) for group in self.layout.groups if group.role == "grad"]
+            # Not bucket by bucket: each kernel takes the device from a worker's process that computes on it.
+            groups = [
+                gradients.group(group.index).div_(divisor) for group in self.layout.groups if group.role == "grad"
+            ]
             squares = sum(float(torch.linalg.vector_norm(group)) ** 2 for group in groups)  # waits for the device
         for index, parameter in self._parameters:
             gradient = gradients.gradients[index]
@@ -223,7 +229,6 @@ class SyncRule:
         piece = gradients.buckets[bucket]
         if self.on_device is not None:
             self.on_device.bring(bucket, summed)
-            piece.div_(divisor)
             return _Divided(summed, divisor, 0.0)
         torch.div(summed, divisor, out=piece)
         return _Divided(summed, divisor, l2_norm(piece) ** 2)  # now, while it is in the cache
