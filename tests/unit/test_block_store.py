@@ -95,11 +95,14 @@ def test_what_lies_in_anothers_memory_fills_a_slot_and_is_read_there_until_it_is
     book, piece, own = store(), torch.full((LAYOUT.result_buckets[0].numel,), 3.0), -1.0
     book.vector(BLOCK).memory.fill_(0)
     book.vector(BLOCK).buckets[0].fill_(own)
+    known = [piece]
     for let_go in ("emptied", "discarded"):
         assert book.lay(SlotKey(BLOCK, 0), piece, Supplier("a", 7)) == SlotKey(BLOCK, 0)
         assert book.suppliers(BLOCK) == {0: Supplier("a", 7)}
         assert book.reserve(SlotKey(BLOCK, 0), "b") is None, "it is there"
         assert book.pieces(BLOCK)[0].data_ptr() == piece.data_ptr()
+        assert all(book.piece(BLOCK, 0) is not other for other in known), "who knows it by the tensor knows the content"
+        known.append(book.piece(BLOCK, 0))
         assert book.norms(BLOCK, [0]) == {0: pytest.approx(3.0 * piece.numel() ** 0.5)}
         if let_go == "emptied":
             book.empty(BLOCK, [0])

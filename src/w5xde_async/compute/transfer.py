@@ -98,9 +98,11 @@ class Transfer:
             mine, theirs = self._state.groups[group], self._source.groups[group]
             mine[begin:end].copy_(theirs[begin:end], non_blocking=self._cuda)
         if self._cuda:
-            # The host memory will be received into again as soon as we return.
             self._loaded.record(_cuda.current_stream(self.device))
-            self._loaded.synchronize()
+            if self._source is self.incoming:
+                # The host memory will be received into again as soon as we return. The coordinator's own changes once
+                # this worker has answered, or does not count any more.
+                self._loaded.synchronize()
 
     def share(self, parameters: Opened | None, vectors: Sequence[ResultVector]) -> None:
         """See ``Engine.share``. Raises Unshared."""
@@ -112,7 +114,10 @@ class Transfer:
             self.host_pool.lend(vectors)
         elif self.can_share:
             self._pinned.clear()
-            self._source = self.incoming
+            if self._source is not self.incoming:
+                with suppress(RuntimeError):  # a device that is lost copies nothing
+                    self._loaded.synchronize()  # before that is unmapped which is copied
+                self._source = self.incoming
             if parameters is not None:
                 memory = parameters.map()
                 pin(memory, self.device, read_only=True)

@@ -8,7 +8,7 @@ Device memory: parameters and gradients beside the optimizer's own, for AdamW in
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class OnDevice:
         self.model = copy.deepcopy(model, {id(tensor): tensor for tensor in kept})
         self.tensors: list[Tensor] = list(state_of(self.model, layout))
         groups = [group.index for group in layout.groups if group.role == "grad"]
+        self._buckets = [bucket.index for bucket in layout.result_buckets if bucket.group in groups]
         self._there = {group: torch.empty_like(state.groups[group], device=device) for group in groups}
         for index in layout.trainable:
             entry = layout.entries[index]
@@ -57,8 +58,22 @@ class OnDevice:
         """Host memory for a sum that is brought there."""
         return ResultVector(layout, pinned=self._cuda is not None)
 
-    def bring(self, bucket: int, summed: Tensor) -> None:
-        """A bucket's sum, into ``vector``. It has to stay as it is until somebody waits for the device."""
+    @torch.no_grad()
+    def divide(self, sums: Sequence[Tensor], present: Sequence[bool], divisor: float) -> float:
+        """Bring each bucket's sum here, into ``vector``, and divide it; the square of the gradients' norm.
+
+        All are brought, then all are divided. What begins earlier, as buckets come, gains nothing: each kernel takes
+        the device from the worker's process that computes on it.
+        """
+        for bucket in self._buckets:
+            if present[bucket]:
+                self._bring(bucket, sums[bucket])
+            else:
+                self.vector.buckets[bucket].zero_()
+        flat = [self.vector.group(group).div_(divisor) for group in self._there]
+        return sum(float(torch.linalg.vector_norm(group)) ** 2 for group in flat)  # waits for the device
+
+    def _bring(self, bucket: int, summed: Tensor) -> None:
         if self._pins and is_mapped(summed) and not summed.is_pinned():
             self._pins = pin_around(summed, slot_bytes(self.layout), self.device)
         self.vector.buckets[bucket].copy_(summed, non_blocking=True)

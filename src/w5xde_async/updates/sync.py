@@ -70,14 +70,16 @@ class SchedulerFailed(Exception):
 
 
 class _Divided(NamedTuple):
-    """A bucket's sum, what it was divided by, and the square of the quotient's norm.
-
-    On a device only the sum is there: it is divided, and the norm found, with all others.
-    """
+    """A bucket's sum, what it was divided by, and the square of the quotient's norm."""
 
     summed: Tensor
     divisor: float
     square: float
+
+
+def _divided(into: Tensor, summed: Tensor, divisor: float) -> _Divided:
+    torch.div(summed, divisor, out=into)
+    return _Divided(summed, divisor, l2_norm(into) ** 2)  # now, while it is in the cache
 
 
 class SyncRule:
@@ -163,25 +165,11 @@ class SyncRule:
         learning_rate *= rate_factor
         buckets = self.layout.result_buckets
         divisor, lie = samples * self.loss_scale, root.buckets if sums is None else sums
-        gradients = (self._ahead if self._expected else None) or self._elsewhere or root
-        squares = 0.0
-        for bucket in buckets:
-            if self.layout.groups[bucket.group].role == "grad":
-                if not present[bucket.index]:
-                    gradients.buckets[bucket.index].zero_()
-                    continue
-                summed = lie[bucket.index]
-                known = self._expected.get(bucket.index)
-                if known is None or known.summed is not summed or known.divisor != divisor:
-                    known = self._divided(gradients, bucket.index, summed, divisor)
-                squares += known.square
-        self._expected.clear()
-        if self.on_device is not None:
-            # Not bucket by bucket: each kernel takes the device from a worker's process that computes on it.
-            groups = [
-                gradients.group(group.index).div_(divisor) for group in self.layout.groups if group.role == "grad"
-            ]
-            squares = sum(float(torch.linalg.vector_norm(group)) ** 2 for group in groups)  # waits for the device
+        if self.on_device is None:
+            gradients = self._ahead if self._ahead is not None and self._expected else root
+            squares = self._divide_all(gradients, lie, present, divisor)
+        else:
+            gradients, squares = self.on_device.vector, self.on_device.divide(lie, present, divisor)
         for index, parameter in self._parameters:
             gradient = gradients.gradients[index]
             assert gradient is not None
@@ -215,23 +203,28 @@ class SyncRule:
 
     @torch.no_grad()
     def expect(self, bucket: int, summed: Tensor, samples: int) -> None:
-        """What is in ``summed`` may become a step's sum: if the next ``apply`` is given this very tensor, its part of
-        the work is done already. It has to stay as it is as long as anybody has it; no more than that is read of it."""
+        """What is in ``summed`` may become a step's sum: if the next ``apply`` is given this very tensor, it has been
+        divided already. It has to stay as it is as long as anybody has it."""
         if self._ahead is None:
-            self._ahead = self._elsewhere or ResultVector(self.layout)
-        self._expected[bucket] = self._divided(self._ahead, bucket, summed, samples * self.loss_scale)
+            self._ahead = ResultVector(self.layout)
+        self._expected[bucket] = _divided(self._ahead.buckets[bucket], summed, samples * self.loss_scale)
 
-    @property
-    def _elsewhere(self) -> ResultVector | None:
-        return None if self.on_device is None else self.on_device.vector
-
-    def _divided(self, gradients: ResultVector, bucket: int, summed: Tensor, divisor: float) -> _Divided:
-        piece = gradients.buckets[bucket]
-        if self.on_device is not None:
-            self.on_device.bring(bucket, summed)
-            return _Divided(summed, divisor, 0.0)
-        torch.div(summed, divisor, out=piece)
-        return _Divided(summed, divisor, l2_norm(piece) ** 2)  # now, while it is in the cache
+    def _divide_all(
+        self, gradients: ResultVector, sums: Sequence[Tensor], present: Sequence[bool], divisor: float
+    ) -> float:
+        """Every gradient's sum by ``divisor``; the square of their norm."""
+        squares = 0.0
+        for bucket in self.layout.result_buckets:
+            if self.layout.groups[bucket.group].role == "grad":
+                if not present[bucket.index]:
+                    gradients.buckets[bucket.index].zero_()
+                    continue
+                summed, known = sums[bucket.index], self._expected.get(bucket.index)
+                if known is None or known.summed is not summed or known.divisor != divisor:
+                    known = _divided(gradients.buckets[bucket.index], summed, divisor)
+                squares += known.square
+        self._expected.clear()
+        return squares
 
     def catch_up(self) -> None:
         """Have the scheduler make the step that it has failed to make. Raises SchedulerFailed: nothing has changed."""

@@ -197,19 +197,17 @@ def _absent(put: Put) -> None:
 def _short_step(put: Put) -> None:
     real = SyncRule.apply
 
-    def apply(
-        self: SyncRule, root: Any, present: Any, samples: int, untouched: Any, *, rate_factor: float = 1.0
-    ) -> Any:
+    def apply(self: SyncRule, root: Any, present: Any, samples: int, untouched: Any, **named: Any) -> Any:
         whole = max(samples, getattr(self, "_whole", 0))
         self._whole = whole  # type: ignore[attr-defined]
-        return real(self, root, present, whole, untouched, rate_factor=rate_factor)
+        return real(self, root, present, whole, untouched, **named)
 
     put(SyncRule, "apply", apply)
 
 
 @bug("accept-infinite", "a gradient that is not finite is applied")
 def _infinite(put: Put) -> None:
-    put(SyncRule, "_norm", lambda self, root: 1.0)
+    put(SyncRule, "_norm", lambda self, gradients, squares: 1.0)
 
 
 @bug("forget-partial", "what a lost worker had not sent of a block that it had begun counts as absent", *LOST)

@@ -119,8 +119,8 @@ class Aggregator(ParameterOwner):
     def expect(self, bucket: int, summed: Tensor) -> None:
         """A bucket of a block that is the whole step has come. Of a large one that is in memory where nobody writes any
         more, the update begins."""
-        step = self.step
-        if step is not None and self.layout.vector_bytes > _INLINE_UPDATE_BYTES and self._is_gradient[bucket]:
+        step, large = self.step, self.layout.vector_bytes > _INLINE_UPDATE_BYTES
+        if step is not None and large and self.rule.on_device is None and self._is_gradient[bucket]:
             self.post(partial(self.rule.expect, bucket, summed, step.plan.num_samples))
 
     async def reduce(self) -> bool:
