@@ -49,7 +49,8 @@ class CoordinatorConfig(VerificationConfig, MonitoringConfig, DurabilityConfig, 
         text("optimizer.NAME=NUMBER or scheduler.NAME=NUMBER", "NAME=X", f"{_CHANGE}(?:,{_CHANGE})*"), "the run",
     )  # fmt: skip
     update_device: str = setting(
-        "cpu", "sync: where the optimizer steps, and what it keeps is: here, or on a GPU of the coordinator's machine", text("cpu, cuda or cuda:N", "DEVICE", r"cpu|cuda(:\d+)?"), "updates",
+        "cpu", "sync: where the optimizer steps, and what it keeps is: here, or on a GPU of the coordinator's machine",
+        text("cpu, cuda or cuda:N", "DEVICE", r"cpu|cuda(:\d+)?"), "updates",
     )  # fmt: skip
     target_batch: int | Literal["auto"] | None = setting(
         None, "sync: double the batch as the gradient noise scale asks for it, up to N samples; auto: the dataset",
