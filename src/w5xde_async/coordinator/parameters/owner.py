@@ -39,8 +39,9 @@ class ParameterOwner:
         return asyncio.wrap_future(future)
 
     def post(self, call: Callable[[], object]) -> None:
-        """As ``submit``, where nobody waits."""
-        self._last = self._executor.submit(call)
+        """As ``submit``, where nobody waits, and nothing is done any more once it is closed."""
+        if not self.closed:
+            self._last = self._executor.submit(call)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of every tensor, by entry name. To be submitted."""
