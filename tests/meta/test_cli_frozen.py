@@ -13,7 +13,7 @@ COORDINATOR = """
 --init-from
 --update --codec --downlink --feedback --no-feedback --inner-steps --outer-lr --outer-momentum --fragments --overlap
 --mixing --results-per-step --max-staleness --staleness-exponent --average --quorum --data-dir
---target-batch --batch-patience
+--update-device --target-batch --batch-patience
 --norm-gate --audit-fraction --audit-tolerance --quarantine --no-quarantine
 --host --port --token-file --tls-cert --tls-key --tls-ca-file --insecure --join-file --advertise
 --heartbeat --silence --bucket-size --bulk-threads

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import nn
 
-from w5xde_async.params.flat import FlatState, ResultVector, bytes_of, digest, named_digest, state_of
+from w5xde_async.params.flat import FlatState, ResultVector, bytes_of, digest, l2_norm, named_digest, state_of
 from w5xde_async.params.layout import Layout
 
 
@@ -138,3 +139,22 @@ def test_bytes_of() -> None:
     assert (view.format, view.nbytes, int(tensor[0, 0])) == ("B", 8, 9)
     assert bytes_of(torch.empty(0)).nbytes == 0
     assert bytes(bytes_of(torch.tensor(1.5, dtype=torch.bfloat16))) == b"\xc0\x3f"
+
+
+@pytest.mark.parametrize("numel", [1, 1000, (1 << 22) - 1, 1 << 22, (1 << 22) + 12345])
+def test_a_norm_has_the_same_bits_with_any_number_of_threads_and_shows_what_is_not_finite(numel: int) -> None:
+    values, threads = torch.randn(numel, generator=torch.Generator().manual_seed(1)), torch.get_num_threads()
+    found = set()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.add(l2_norm(values))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(float(torch.linalg.vector_norm(values.double())), rel=1e-4)
+    for bad in (math.nan, math.inf, -math.inf):
+        for at in (0, numel - 1):
+            spoiled = values.clone()
+            spoiled[at] = bad
+            assert not math.isfinite(l2_norm(spoiled))

@@ -31,23 +31,23 @@ def isfinite(tensor: Tensor) -> Tensor:
     return torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float())
 
 
-#: Squares are added up in float32 within so many elements, in float64 beyond.
 _ROW = 1 << 14
+_MANY = 1 << 22  # values: of so many threads are worth their start
 
 
 def l2_norm(values: Tensor) -> float:
     """L2 norm of a flat float32 tensor; not finite where an element is not.
 
-    By rows that as many threads share as there are, each row one thread's: the bits do not depend on their number.
-    (``torch.linalg.vector_norm`` of the whole is one thread's work, and loses digits over millions of elements.)
+    The bits do not depend on the number of threads: few values are one thread's work (as all are for
+    ``torch.linalg.vector_norm``, which then also loses digits), of many each row is.
     """
-    whole = values.numel() // _ROW * _ROW
-    if not whole:
+    if values.numel() < _MANY:
         return float(torch.linalg.vector_norm(values))
-    rows = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1).tolist()
-    if whole < values.numel():
-        rows.append(torch.linalg.vector_norm(values[whole:]).item())
-    return math.sqrt(math.fsum([row * row for row in rows])) if all(map(math.isfinite, rows)) else sum(rows)
+    whole = values.numel() // _ROW * _ROW
+    rows = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1)
+    return math.hypot(
+        torch.linalg.vector_norm(rows, dtype=torch.float64).item(), torch.linalg.vector_norm(values[whole:]).item()
+    )
 
 
 class FlatState:
