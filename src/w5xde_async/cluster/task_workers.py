@@ -82,7 +82,7 @@ class TaskWorkers:
         except RunFailed:
             pass  # the coordinator raises it, with more to say
         except W5xdeError as error:
-            logger.error("worker %s has failed: %s", worker.name, error)
+            logger.error("worker %s has failed: %s", worker.name, str(error))
             if all(task.done() for other, task in self._running if other is not worker):
                 self._on_all_lost(f"every local worker has failed: {error}")
 

@@ -468,7 +468,7 @@ class TrainingNode:
         except Unreachable as error:
             if not worker.bytes_received:
                 raise
-            logger.warning("the server has gone reason=%s", error)
+            logger.warning("the server has gone reason=%s", str(error))
         finally:
             self._stopping = None
             self._traffic = (self.bytes_sent, self.bytes_received, None)

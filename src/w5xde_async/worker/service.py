@@ -308,7 +308,8 @@ class Worker:
         except RemoteError as error:
             if given is not None or self._rank is not None:
                 raise
-            logger.warning("coordinator broke the protocol, connecting again reason=%s", error)
+            # Not the error: who keeps the record would keep its frames, and what this link had in memory.
+            logger.warning("coordinator broke the protocol, connecting again reason=%s", str(error))
             failed = True
             return None
         finally:

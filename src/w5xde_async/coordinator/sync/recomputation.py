@@ -92,7 +92,7 @@ class Recomputation:
             if isinstance(error, LeafError):
                 self.raised, self.refused = error.traceback, "" if error.lacked_memory else error.error
             known = logging.INFO if isinstance(error, LeafError) else logging.WARNING  # workers have told of it
-            logger.log(known, "recomputation failed step=%d start=%d error=%s", plan.step, block.start, error)
+            logger.log(known, "recomputation failed step=%d start=%d error=%s", plan.step, block.start, str(error))
             return None
         finally:
             given_up.cancel()

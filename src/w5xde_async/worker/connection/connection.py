@@ -183,7 +183,7 @@ class Connection:
                 self._hurry.cancel()
             self._hurry = asyncio.get_running_loop().call_later(_WORD_S, self._give_up, error)
         elif isinstance(error, ProgramRefused | DeviceLost):
-            logger.error("leaving the run reason=%s", error)
+            logger.error("leaving the run reason=%s", str(error))
             self._give_up(error)
         else:
             self.link.abort()
