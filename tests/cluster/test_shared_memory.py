@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,7 +33,7 @@ from w5xde_async.params.flat import ResultVector, named_digest
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.segments import Opened, Unshared, unsupported
-from w5xde_async.telemetry.events import Bus, Event, WorkerJoined
+from w5xde_async.telemetry.events import Bus, Event, ResultHeld, WorkerJoined
 from w5xde_async.updates import sync
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.sync import SyncRule
@@ -282,9 +283,9 @@ async def test_a_step_of_one_block_is_updated_as_it_comes(
     expect, divided, apply = SyncRule.expect, sync._divided, SyncRule.apply
     done: list[int] = []
 
-    def expecting(rule: SyncRule, *given: Any) -> None:
+    def expecting(rule: SyncRule, *given: Any) -> float:
         seen["expected"] += 1
-        expect(rule, *given)
+        return expect(rule, *given)
 
     def dividing(*given: Any) -> Any:
         done.append(1)
@@ -312,11 +313,71 @@ async def test_a_step_of_one_block_is_updated_as_it_comes(
         result = await coordinator.wait()
         assert await running is Departure.FINISHED
     assert result.digest == named_digest(reference.train(made)[0])
-    if aggregator._INLINE_UPDATE_BYTES == 0 and update_device is None:
+    if verification.INLINE_WEIGH_BYTES == 0 and update_device is None:
         assert seen["expected"] > 20
         assert seen["used"] > 5
     else:
         assert seen["expected"] == 0
+
+
+@pytest.mark.parametrize("audit_fraction", [0.0, 1.0])
+@pytest.mark.parametrize("scale", [3.0, 1e6, math.nan])
+async def test_a_result_that_was_another_when_it_was_weighed(
+    monkeypatch: pytest.MonkeyPatch, scale: float, audit_fraction: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker shows one result when its buckets are weighed and another when it is compared: what is applied is what
+    was judged, so nothing beyond the gate's bound, and with every block compared nothing but the right one."""
+    made, vectors = job(max_steps=20), dict[int, Any]()
+    share, expect, steps = Engine.share, SyncRule.expect, []
+    held, lies = list[str](), list[float]()
+
+    def sharing_(engine: Engine, parameters: Any, given: Any = ()) -> None:
+        vectors.update({id(vector): vector for vector in given})
+        share(engine, parameters, given)
+
+    def expecting(rule: SyncRule, bucket: int, summed: torch.Tensor, samples: int) -> float:
+        steps.append(1)
+        if len(steps) < 40 or len(steps) % 7:
+            return expect(rule, bucket, summed, samples)
+        for vector in list(vectors.values()):
+            piece = vector.buckets[bucket]
+            if torch.equal(piece, summed) and _is_seen(piece, summed):  # its worker is in this process
+                honest = piece.clone()
+                piece.mul_(scale)
+                norm = expect(rule, bucket, summed, samples)
+                piece.copy_(honest)
+                lies.append(norm)
+                return norm
+        return expect(rule, bucket, summed, samples)
+
+    monkeypatch.setattr(Engine, "share", sharing_)
+    monkeypatch.setattr(SyncRule, "expect", expecting)
+    commits = Commits()
+    commits.bus.subscribe(lambda event: held.append(event.why) if isinstance(event, ResultHeld) else None)
+    pacing = PacingConfig(whole_step_s=1e6, short_steps="workers")
+    config = settings(norm_gate=6.0, audit_fraction=audit_fraction, min_workers=2, pacing=pacing)
+    async with Coordinator(made, config=config, bus=commits.bus) as coordinator:
+        running = [
+            asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run()) for _ in range(2)
+        ]
+        result = await coordinator.wait()
+        assert await asyncio.gather(*running) == [Departure.FINISHED] * 2
+    vectors.clear()
+    if audit_fraction == 1.0 or scale != 3.0:  # a factor that the gate allows is found by comparing alone
+        assert result.digest == named_digest(reference.train(made)[0])
+    if verification.INLINE_WEIGH_BYTES == 0:
+        assert len(lies) > 3
+        assert held or scale == 3.0
+
+
+def _is_seen(piece: torch.Tensor, elsewhere: torch.Tensor) -> bool:
+    """Whether both are the same pages."""
+    before = elsewhere[0].clone()
+    piece[0] += 1.0
+    seen = not torch.equal(elsewhere[0], before)
+    piece[0] -= 1.0
+    piece[0] = before
+    return seen
 
 
 @pytest.mark.parametrize("audit_fraction", [0.0, 1.0])

@@ -195,18 +195,50 @@ async def test_what_a_worker_had_sent_of_a_lease_that_failed_does_not_count():
         assert not any(isinstance(event, WorkerQuarantined) for event in run.events)
 
 
+class Own:
+    """What the coordinator computes itself: the right result."""
+
+    raised = refused = ""
+    run: Run
+    asked = 0
+
+    async def recompute(self, plan: Any, block: Block, splits: int = 0) -> ReferenceResult:
+        self.asked += 1
+        vector = ResultVector(self.run.prepared.spec.layout)
+        for piece in vector.buckets:
+            piece.fill_(float(plan.samples_in(*block)))
+        losses = tuple(1.0 for _ in range(block.num_leaves))
+        return ReferenceResult(vector, frozenset(range(len(vector.buckets))), losses, ())
+
+
+@pytest.mark.parametrize("value", [math.nan, 1e6])
+async def test_what_a_worker_sent_before_it_died_is_judged_though_one_alone_is_left(value: float):
+    """Who finishes a block vouches for its own part of it."""
+    own = Own()
+    async with judged(min_workers=2, recomputation=own) as run:
+        own.run = run
+        a, b = await run.worker("a"), await run.worker("b")
+        await work(a, b, until=lambda: run.training.version >= 2)
+        await until(lambda: any(is_open(run, lease) for lease in a.all(Lease)))
+        mine = next(lease for lease in a.all(Lease) if is_open(run, lease))
+        await send(a, mine, 0, value)
+        await a.link.aclose()
+        await settle()
+        await work(b, until=lambda: run.training.version >= 4)
+        assert own.asked
+        assert run.applied() == {float(run.training.version)}
+        assert not b.ended()
+
+
+def is_open(run: Run, lease: Lease) -> bool:
+    """Of the step under way, and not ended."""
+    return lease.step == run.training.version and run.training.ledger.get(lease.lease) is not None
+
+
 async def test_what_the_coordinator_computes_itself_counts_in_place_of_what_had_come():
-    class Own:
-        raised = refused = ""
-
-        async def recompute(self, plan: Any, block: Block, splits: int = 0) -> ReferenceResult:
-            vector = ResultVector(run.prepared.spec.layout)
-            for piece in vector.buckets:
-                piece.fill_(float(plan.samples_in(*block)))
-            losses = tuple(1.0 for _ in range(block.num_leaves))
-            return ReferenceResult(vector, frozenset(range(len(vector.buckets))), losses, ())
-
-    async with judged(min_workers=2, recomputation=Own(), max_leaf_failures=1) as run:
+    own = Own()
+    async with judged(min_workers=2, recomputation=own, max_leaf_failures=1) as run:
+        own.run = run
         a, b = await run.worker("a"), await run.worker("b")
         mine = await a.lease()
         await send(a, mine, 0, 7.0)

@@ -222,6 +222,41 @@ def test_only_what_changed_is_sent() -> None:
     assert changed == tuple(number for number, role in enumerate(roles) if role == "grad")
 
 
+class Careless(torch.optim.Optimizer):
+    """What one may do in a plain loop: keep gradients, in several places, and give parameters other memory."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self.last: list[Any] = []
+        self.seen: tuple[Any, ...] = ()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for number, p in enumerate(trained):
+            state = self.state[p]
+            direction = (
+                p.grad.float() + 0.5 * state.get("grad", torch.zeros(())) + 0.25 * sum(self.seen, torch.zeros(()))
+            )
+            if number % 2:
+                p.data = p.data - (0.05 * direction).to(p.dtype)
+            else:
+                p.data.sub_((0.05 * direction).to(p.dtype))
+            state["grad"] = p.grad
+        self.last = [{"grads": [p.grad for p in trained]}]
+        self.seen = (trained[0].grad.flatten()[0], len(trained))
+
+
+def test_an_optimizer_may_keep_gradients_and_give_parameters_other_memory() -> None:
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        return Careless([p for p in module.parameters() if p.requires_grad])
+
+    bench = Bench(optimizer=make, gradient_clip_val=2.0)
+    for step in range(6):
+        bench.apply(gradients(step, rare=step % 2 == 0))
+        pack_state(bench.rule.state_dict())
+    assert bench.state.digest() == named_digest(plain(make, None, 2.0, 6))
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_gradient_that_is_not_finite_changes_nothing(poison: float, clip: float | None) -> None:

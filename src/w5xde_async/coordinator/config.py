@@ -50,7 +50,7 @@ class CoordinatorConfig(VerificationConfig, MonitoringConfig, DurabilityConfig, 
     )  # fmt: skip
     update_device: str = setting(
         "cpu", "sync: where the optimizer steps, and what it keeps is: here, or on a GPU of the coordinator's machine",
-        text("cpu, cuda or cuda:N", "DEVICE", r"cpu|cuda(:\d+)?"), "updates",
+        text("cpu, cuda or cuda:N", "DEVICE", r"cpu|cuda(:(0|[1-9][0-9]?))?"), "updates",
     )  # fmt: skip
     target_batch: int | Literal["auto"] | None = setting(
         None, "sync: double the batch as the gradient noise scale asks for it, up to N samples; auto: the dataset",

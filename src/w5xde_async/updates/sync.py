@@ -112,6 +112,8 @@ class SyncRule:
         self.layout, self._buffers, self._across = layout, BufferState(layout, state), across
         self._parameters = [(index, tensors[index]) for index in layout.trainable]
         self.optimizer, self.scheduler, self.clip, self.scale = optimizer, scheduler, clip, scale
+        self._is_foreign = type(optimizer).__module__.partition(".")[0] != "torch"
+        self._places = [parameter.data for _, parameter in self._parameters] if self._is_foreign else []
         self._ahead: ResultVector | None = None  # where gradients are divided that are expected
         self._expected: dict[int, _Divided] = {}  # by bucket
         self._behind = False  # the scheduler has not made the step that belongs to the last optimizer step
@@ -186,6 +188,8 @@ class SyncRule:
                 self.optimizer.step()
             else:
                 self._step_at(rate_factor)
+            if self._is_foreign:
+                self._take_back(gradients)
             if self.scheduler is not None:
                 try:
                     self._schedule()
@@ -202,12 +206,18 @@ class SyncRule:
         return Applied(skipped=False, gradient_norm=norm, learning_rate=learning_rate, changed=tuple(changed))
 
     @torch.no_grad()
-    def expect(self, bucket: int, summed: Tensor, samples: int) -> None:
-        """What is in ``summed`` may become a step's sum: if the next ``apply`` is given this very tensor, it has been
-        divided already. It has to stay as it is as long as anybody has it."""
+    def expect(self, bucket: int, summed: Tensor, samples: int) -> float:
+        """What is in ``summed`` may become a step's sum: if the next ``apply`` is given this very tensor, it is the
+        quotient of what is there now that is applied. The norm of that sum, by way of the quotient."""
         if self._ahead is None:
             self._ahead = ResultVector(self.layout)
-        self._expected[bucket] = _divided(self._ahead.buckets[bucket], summed, samples * self.loss_scale)
+        divisor = samples * self.loss_scale
+        self._expected[bucket] = known = _divided(self._ahead.buckets[bucket], summed, divisor)
+        return math.sqrt(known.square) * divisor
+
+    def expect_nothing(self) -> None:
+        """The next ``apply`` reads all that it is given."""
+        self._expected.clear()
 
     def _divide_all(
         self, gradients: ResultVector, sums: Sequence[Tensor], present: Sequence[bool], divisor: float
@@ -265,6 +275,17 @@ class SyncRule:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
+    def _take_back(self, gradients: ResultVector) -> None:
+        """After a step of an optimizer that is not torch's own, which may do what befits tensors of its own: give a
+        parameter other memory (``p.data = ...``), or keep a gradient, whose memory is used again here."""
+        with torch.no_grad():
+            for (_, parameter), place in zip(self._parameters, self._places, strict=True):
+                if parameter.data_ptr() != place.data_ptr():
+                    place.copy_(parameter)
+                    parameter.data = place
+        kept = gradients.memory.untyped_storage().data_ptr()
+        _without(vars(self.optimizer), kept)
+
     def _fits(self) -> bool:
         """Whether gradients of float16 parameters are still finite in float16, whose range is the smaller one."""
         narrow = [p.grad for _, p in self._parameters if p.dtype == torch.float16 and p.grad is not None]
@@ -315,6 +336,30 @@ class SyncRule:
         self._behind = bool(state.get("behind", False))
         if self.scale is not None:
             self.scale.value, self.scale.good_steps = float(state["scale"][0]), int(state["scale"][1])
+
+
+def _without(value: Any, storage: int) -> Any:
+    """``value``, with a copy in place of each tensor in it that lies in the memory at ``storage``.
+
+    Containers are changed in place where they can be.
+    """
+    if isinstance(value, Tensor):
+        lies_there = value.numel() > 0 and value.untyped_storage().data_ptr() == storage
+        return value.clone() if lies_there else value
+    if isinstance(value, dict):
+        for key, held in value.items():
+            if (found := _without(held, storage)) is not held:
+                value[key] = found
+    elif type(value) is list:
+        for index, held in enumerate(value):
+            if (found := _without(held, storage)) is not held:
+                value[index] = found
+    elif isinstance(value, torch.optim.Optimizer):
+        _without(vars(value), storage)
+    elif type(value) is tuple:
+        made = tuple([_without(held, storage) for held in value])
+        return value if all(a is b for a, b in zip(made, value, strict=True)) else made
+    return value
 
 
 def parts_of(scheduler: Any) -> list[Any]:

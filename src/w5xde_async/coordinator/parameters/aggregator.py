@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from w5xde_async.coordinator.parameters.publisher import Piece, Publisher
 from w5xde_async.coordinator.parameters.step_reports import known_mean
 from w5xde_async.coordinator.training import RunContext
 from w5xde_async.hub.work.block_store import Addition, BlockStore
-from w5xde_async.params.flat import ResultVector
+from w5xde_async.params.flat import ResultVector, l2_norm
 from w5xde_async.params.reducer import Halves, VectorPool
 from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.plan.tree import Block
@@ -116,12 +115,25 @@ class Aggregator(ParameterOwner):
         self.step = StepState(plan, [0.0] * plan.num_leaves, self._clock(), rate_factor=rate_factor)
         self._store.begin(Block(0, plan.num_leaves), measure_halves=measure)
 
-    def expect(self, bucket: int, summed: Tensor) -> None:
-        """A bucket of a block that is the whole step has come. Of a large one that is in memory where nobody writes any
-        more, the update begins."""
-        step, large = self.step, self.layout.vector_bytes > _INLINE_UPDATE_BYTES
-        if step is not None and large and self.rule.on_device is None and self._is_gradient[bucket]:
-            self.post(partial(self.rule.expect, bucket, summed, step.plan.num_samples))
+    def weigh(self, norms: dict[int, float], bucket: int, piece: Tensor, *, is_sum: bool) -> None:
+        """Put the norm of a bucket of floats into ``norms``, in the parameters' thread.
+
+        ``is_sum``: its block is the whole step, and nobody but a worker writes where it lies. Then what is weighed is
+        the quotient that will be applied, in memory of the rule's own; a journal has the sum itself, and so do those
+        who compare results (``begin_anew``).
+        """
+        step, rule = self.step, self.rule
+        begins = is_sum and self._is_gradient[bucket] and self._keep is None and rule.on_device is None
+        samples = 0 if step is None else step.plan.num_samples
+
+        def weigh() -> None:
+            norms[bucket] = rule.expect(bucket, piece, samples) if begins and samples else l2_norm(piece)
+
+        self.post(weigh)
+
+    def begin_anew(self) -> None:
+        """What ``weigh`` has begun is not used: the update reads its sums when it is made."""
+        self.post(self.rule.expect_nothing)
 
     async def reduce(self) -> bool:
         """Add what has come. False when there was nothing."""

@@ -217,17 +217,14 @@ class Results:
         if self._store.is_filled(key) or not self._clear(key):
             self._turn_away(grant)
         else:
-            of, bucket = self._store.lay(key, piece, Supplier(session.worker_id, grant.lease))
-            self._received(grant, of, bucket)
-            if of == self._store.leaves:
-                self._aggregator.expect(bucket, self._store.piece(of, bucket))
+            self._received(grant, *self._store.lay(key, piece, Supplier(session.worker_id, grant.lease)), laid=True)
         return True
 
-    def _received(self, grant: BlockGrant, of: Block | AuditKey, bucket: int) -> None:
+    def _received(self, grant: BlockGrant, of: Block | AuditKey, bucket: int, *, laid: bool = False) -> None:
         """A slot is filled under a lease."""
         if isinstance(of, Block):
             self._verdicts.received(grant.lease, grant.worker, bucket)
-            self._verification.filled(grant.step, of, bucket)
+            self._verification.filled(grant.step, of, bucket, laid=laid)
             self._counts_at_once(of, bucket, present=True)
 
     def _clear(self, key: SlotKey) -> bool:

@@ -179,21 +179,18 @@ class Verification:
 
     # -- a block is finished -------------------------------------------------------------------------------
 
-    def filled(self, step: int, block: Block, bucket: int) -> None:
+    def filled(self, step: int, block: Block, bucket: int, *, laid: bool) -> None:
         """A slot of a block is filled, perhaps again. Of a large one it is weighed while the others are on their way.
 
         In the parameters' thread, which does one thing after the other: whoever weighs the block finds it done.
+        ``laid``: where a worker has written it, and nobody but that one could write there.
         """
         if not self.active or bucket not in self._floats or self._layout.vector_bytes <= INLINE_WEIGH_BYTES:
             return
         if step != self._early_step:
             self._early, self._early_step = {}, step
         norms, piece = self._early.setdefault(block, {}), self._store.piece(block, bucket)
-
-        def weigh() -> None:
-            norms[bucket] = l2_norm(piece)
-
-        self._context.aggregator.post(weigh)
+        self._context.aggregator.weigh(norms, bucket, piece, is_sum=laid and block == self._store.leaves)
 
     def finished(self, block: FinishedBlock) -> Ruling | None:
         """A block is finished. None where it is too large to be looked at here: ``next_ruling`` does."""
@@ -216,13 +213,15 @@ class Verification:
         done_again = (grant.step, start) in self._done_again
         decision = when_finished(
             measured, exact=self._exact, done_again=done_again,
-            others=len(self._machines) > (grant.worker in self._machines),
+            others=self._has_others(block),
             sampled=not done_again and self._auditor.draw(grant.step, grant.block, plan.num_leaves, grant.worker)
             and self._can_be_compared(block),
         )  # fmt: skip
         if isinstance(decision, Count):
             self._strikes.pop(grant.worker, None)
             return self._rule(block, decision)
+        # It is judged by what is read of it from here on, and so it is applied.
+        self._context.aggregator.begin_anew()
         why = decision.why
         ruling = Ruling(block, (decision,))
         block.origin = self._origin(block)
@@ -240,6 +239,10 @@ class Verification:
                 ResultHeld(worker_id=grant.worker, name=block.session.name, step=grant.step, why=why.value)
             )
         return ruling
+
+    def _has_others(self, block: FinishedBlock) -> bool:
+        """Whether others than who has finished it are here, or had a hand in it. Those may be gone."""
+        return bool({*self._machines, *block.workers.values()} - {block.grant.worker})
 
     def _can_be_compared(self, block: FinishedBlock) -> bool:
         """Whether anybody could compute it, so that honest results are alike."""
@@ -468,7 +471,7 @@ class Verification:
         assert held is not None
         decision: Count | Recompute = Recompute(held.why, held.why.value)
         if self._exact:
-            others = bool((set(self._machines) | held.asked) - {held.worker})
+            others = self._has_others(block) or bool(held.asked - {held.worker})
             decision = when_nobody_else_can(held.why, others=others, can_recompute=self._recomputation is not None)
         if isinstance(decision, Count):
             return self._rule(block, decision)
