@@ -21,15 +21,15 @@ LINKS = (2 + EXTRA_LINKS) * ((256 << 10) + (512 << 10) + 100) + 2 * 1000
 
 
 def test_vectors() -> None:
-    assert most_vectors(256, PLAIN) == (4 + 1) * 9 + 4
+    assert most_vectors(256, PLAIN) == (4 + 1) * 9 + 5
     assert most_held(JUDGED) == 4
-    assert most_vectors(256, JUDGED) == (8 + 1) * 9 + 4 + 2  # as many held as open, and two audits
-    assert most_vectors(6, JUDGED) == 6 + 4 + 2  # never more than leaves
-    assert most_vectors(256, replace(PLAIN, max_workers=256)) == 256 + 4
+    assert most_vectors(256, JUDGED) == (8 + 1) * 9 + 5 + 2  # as many held as open, and two audits
+    assert most_vectors(6, JUDGED) == 6 + 5 + 2  # never more than leaves
+    assert most_vectors(256, replace(PLAIN, max_workers=256)) == 256 + 5
 
 
 def test_bytes() -> None:
-    vectors = 49 + 3  # the referee's, which also holds a model twice: its own, and what it was given
+    vectors = 50 + 3  # the referee's, which also holds a model twice: its own, and what it was given
     assert memory_bound_bytes(100, 10, 256, PLAIN) == vectors * 100 + 2 * 10 + LINKS
     journal = replace(PLAIN, durability="journal")
     assert memory_bound_bytes(100, 10, 256, journal) == (vectors + MOST_AHEAD) * 100 + 2 * 10 + LINKS

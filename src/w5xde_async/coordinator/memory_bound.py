@@ -18,7 +18,7 @@ def most_held(config: NetworkConfig) -> int:
 
 
 def most_vectors(num_leaves: int, config: CoordinatorConfig) -> int:
-    """Most result vectors that are out under the synchronous rule, and four spare.
+    """Most result vectors that are out under the synchronous rule, four spare, and one to divide a step's sum in.
 
     One for each block that is open or held, and, between those, at most log2(leaves) merged ones; never more than there
     are leaves. Audits have their own.
@@ -27,7 +27,7 @@ def most_vectors(num_leaves: int, config: CoordinatorConfig) -> int:
     judged = config.compares
     blocks = min(blocks + (most_held(config) if judged else 0), num_leaves)
     merged = min(num_leaves, (blocks + 1) * max(1, num_leaves.bit_length()))
-    return merged + 4 + (config.audit.most_open if judged else 0)
+    return merged + 5 + (config.audit.most_open if judged else 0)
 
 
 def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, config: CoordinatorConfig) -> int:
