@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from w5xde_async.coordinator.run import run
 from w5xde_async.coordinator.service import Coordinator, RunResult
-from w5xde_async.coordinator.sync import in_place
+from w5xde_async.coordinator.sync import in_place, training
 from w5xde_async.coordinator.sync.in_place import InPlace
 from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.errors import LeafFailed
@@ -87,8 +88,9 @@ async def trained(
 
 @pytest.fixture
 def steps_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However short they are: the coordinator takes a worker's place beside others."""
+    """However short they are, and however long: the coordinator takes a worker's place beside others."""
     monkeypatch.setattr(Pacing, "takes_whole", lambda *_: False)
+    monkeypatch.setattr(training, "_MOST_SHARED_S", math.inf)
 
 
 def own_share(result: RunResult) -> WorkerShare | None:
@@ -206,6 +208,15 @@ async def test_beside_others_the_bits_are_those_of_one_process(make: Callable[[]
     assert share is not None
     others = sum(one.leaves for one in result.shares) - share.leaves
     assert 0 < share.leaves < others + share.leaves
+    assert result.digest == named_digest(reference.train(made, STEPS)[0])
+
+
+@pytest.mark.usefixtures("steps_are_shared_out")
+async def test_a_step_of_much_work_is_left_to_workers_however_short_its_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_MOST_SHARED_S", 0.0)
+    made = short(jobs.mlp_sgd, batch_size=32, microbatch_size=4)
+    result = await trained(made, workers=2)
+    assert own_share(result) is None
     assert result.digest == named_digest(reference.train(made, STEPS)[0])
 
 

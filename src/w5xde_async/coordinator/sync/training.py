@@ -56,6 +56,7 @@ from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, Unre
 _WATCHED_STEPS = range(2, 22)  #: of a phase; the first one waits for workers, and the optimizer makes its state
 _SLOW_UPDATE = 0.25  #: of a step's time, from which on a faster form of the optimizer is named
 _MOST_A_TURN, _TURN_S = 8, 0.002  # steps that are computed here before anything else has a turn
+_MOST_SHARED_S = 0.03  # of work a step: leases of one that has more are worth their way to a worker
 _MOST_UNSENT = 16  # leases of an earlier link that a worker may ask for again
 
 
@@ -695,9 +696,14 @@ class SyncTraining:
         if in_place is None or step is None:
             return
         grant, done, short_s = finished.grant, finished.done, self.pacing.config.whole_step_s
+        work_s = done.compute_s / grant.block.num_leaves * step.plan.num_leaves
         if grant.block.num_leaves == step.plan.num_leaves and done.compute_s < short_s:
             in_place.watch(finished.session, done, whole=True)
-        elif in_place.watches and done.compute_s < short_s * grant.block.num_leaves and not self.pacing.slow_lines:
+        elif (
+            in_place.watches
+            and done.compute_s < short_s * grant.block.num_leaves
+            and not (self.pacing.slow_lines or work_s > _MOST_SHARED_S)
+        ):
             in_place.watch_part(finished.session, done, step.plan, grant.block, self.store.pieces(grant.block))
 
     def _quarantine(self, worker: str, session: Session | None, reason: str) -> None:
