@@ -228,6 +228,8 @@ class Careless(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.05})
         self.last: list[Any] = []
+        self.itself = {"and so on": [self]}
+        self.sparse = torch.eye(3).to_sparse()
         self.seen: tuple[Any, ...] = ()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

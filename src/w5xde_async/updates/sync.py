@@ -284,7 +284,7 @@ class SyncRule:
                     place.copy_(parameter)
                     parameter.data = place
         kept = gradients.memory.untyped_storage().data_ptr()
-        _without(vars(self.optimizer), kept)
+        _without(self.optimizer, kept, set())
 
     def _fits(self) -> bool:
         """Whether gradients of float16 parameters are still finite in float16, whose range is the smaller one."""
@@ -338,26 +338,30 @@ class SyncRule:
             self.scale.value, self.scale.good_steps = float(state["scale"][0]), int(state["scale"][1])
 
 
-def _without(value: Any, storage: int) -> Any:
+def _without(value: Any, storage: int, seen: set[int]) -> Any:
     """``value``, with a copy in place of each tensor in it that lies in the memory at ``storage``.
 
-    Containers are changed in place where they can be.
+    Containers are changed in place where they can be. ``seen``: ids of those that were looked at, for an optimizer may
+    refer to itself.
     """
     if isinstance(value, Tensor):
-        lies_there = value.numel() > 0 and value.untyped_storage().data_ptr() == storage
-        return value.clone() if lies_there else value
-    if isinstance(value, dict):
+        lies_there = value.layout is torch.strided and value.numel() > 0
+        return value.clone() if lies_there and value.untyped_storage().data_ptr() == storage else value
+    if not isinstance(value, dict | list | tuple | torch.optim.Optimizer) or id(value) in seen:
+        return value
+    seen.add(id(value))
+    if isinstance(value, torch.optim.Optimizer):
+        _without(vars(value), storage, seen)
+    elif isinstance(value, dict):
         for key, held in value.items():
-            if (found := _without(held, storage)) is not held:
+            if (found := _without(held, storage, seen)) is not held:
                 value[key] = found
-    elif type(value) is list:
+    elif isinstance(value, list):
         for index, held in enumerate(value):
-            if (found := _without(held, storage)) is not held:
+            if (found := _without(held, storage, seen)) is not held:
                 value[index] = found
-    elif isinstance(value, torch.optim.Optimizer):
-        _without(vars(value), storage)
     elif type(value) is tuple:
-        made = tuple([_without(held, storage) for held in value])
+        made = tuple([_without(held, storage, seen) for held in value])
         return value if all(a is b for a, b in zip(made, value, strict=True)) else made
     return value
 
