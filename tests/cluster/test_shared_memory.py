@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support import jobs, reference
-from tests.support.cluster import QUICK_WORKER, Commits, settings
+from tests.support.cluster import QUICK_WORKER, Commits, all_gone, settings
 from torch import nn
 
 from w5xde_async.compute.engine import Engine
@@ -259,16 +259,15 @@ async def test_links_that_break_cost_no_bit(monkeypatch: pytest.MonkeyPatch, lin
     monkeypatch.setattr(sharing, "Opened", Counting)
     config = settings(min_workers=2, norm_gate=norm_gate)
     async with Coordinator(made, config=config, bus=commits.bus) as coordinator:
-        running = [
-            asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run()) for _ in range(2)
-        ]
+        workers = [Worker(coordinator.address, job=made, config=QUICK_WORKER) for _ in range(2)]
+        running = [asyncio.create_task(worker.run()) for worker in workers]
         for step in range(3, 24, 3):
             await commits.reach(step)
             assert coordinator._training is not None
             for session in list(coordinator._training.roster.sessions.values())[: 1 + step % 2]:
                 session.link.abort()
         result = await coordinator.wait()
-        assert await asyncio.gather(*running) == [Departure.FINISHED] * 2
+        await all_gone(workers, running)
     assert len(opened) > 6
     assert result.digest == named_digest(reference.train(made)[0])
 

@@ -365,6 +365,30 @@ def test_a_crash_between_any_two_calls_loses_nothing_that_was_saved(tmp_path: Pa
     assert outcomes == {"old", "new"}
 
 
+def test_another_s_sweep_in_the_middle_of_a_save_leaves_no_record_that_looks_damaged(tmp_path: Path) -> None:
+    """Of two machines whose locks do not reach each other one starts while the other saves."""
+
+    class Halfway(Filesystem):
+        """Comes to no more than the first file before the other goes on."""
+
+        def remove(self, path: Path) -> None:
+            (path / "manifest.json").unlink()
+            raise OSError(errno.EINTR, "halfway")
+
+    class Swept(Filesystem):
+        def rename(self, source: Path, target: Path) -> None:
+            Halfway().sweep(tmp_path)
+            super().rename(source, target)
+
+    two_records(tmp_path)
+    with pytest.raises(StoreError):
+        CheckpointStore(tmp_path, filesystem=Swept()).save(record(3))
+    assert CheckpointStore(tmp_path).steps() == [1, 2]
+    found, skipped = CheckpointStore(tmp_path).latest()
+    assert_whole(found, 2)
+    assert skipped == []
+
+
 @pytest.mark.parametrize("forgets", [False, True], ids=["killed", "power-cut"])
 def test_a_save_that_returned_is_durable(tmp_path: Path, forgets: bool) -> None:
     filesystem = MortalFilesystem(10**9, forgets=forgets)

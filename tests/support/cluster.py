@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +75,16 @@ async def train(
             await asyncio.gather(*running, return_exceptions=True)
     assert result.outcome != "finished" or departures == [Departure.FINISHED] * workers
     return result
+
+
+async def all_gone(workers: Sequence[Worker], running: Sequence[asyncio.Task[Departure]]) -> None:
+    """Once the run is over: at least one has heard that it is finished, and the others were on their way back, where
+    the coordinator waited for them a while in vain."""
+    while not all(task.done() for task in running):
+        for worker, task in zip(workers, running, strict=True):
+            if worker._joining is not None:
+                task.cancel()
+        await asyncio.sleep(0)
+    ended = await asyncio.gather(*running, return_exceptions=True)
+    assert Departure.FINISHED in ended
+    assert all(each is Departure.FINISHED or isinstance(each, asyncio.CancelledError) for each in ended)

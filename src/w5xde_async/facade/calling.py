@@ -58,8 +58,10 @@ def page_at(dashboard: str | bool) -> str:
     return "localhost" if dashboard is True else dashboard or ""
 
 
-def block_on(main: Callable[[], Coroutine[Any, Any, _T]], *, instead: str, words: Words) -> _T:
+def block_on(main: Callable[[], Coroutine[Any, Any, _T]], *, instead: str, words: Words, serves: bool = False) -> _T:
     """Run ``main`` in a new event loop (uvloop where it is) until it ends. What it raises is in these ``words``.
+
+    ``serves``: others depend on it. When the program ends while it runs in a daemon thread, they are ended first.
 
     Raises UsageError where this thread runs a loop already, and names ``instead``, which does not block.
     """
@@ -70,7 +72,7 @@ def block_on(main: Callable[[], Coroutine[Any, Any, _T]], *, instead: str, words
     else:
         raise UsageError(f"this call blocks, and an event loop runs in this thread: use {instead}, or another thread")
     logging.getLogger("stamina").setLevel(logging.ERROR)  # an attempt to connect is no news
-    with words.said(), _ended_at_exit() as running, asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with words.said(), _ended_at_exit(serves) as running, asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:
             return runner.run(running.call(main))
         except KeyboardInterrupt:
@@ -87,7 +89,8 @@ def block_on(main: Callable[[], Coroutine[Any, Any, _T]], *, instead: str, words
 class _Running:
     """A call in a daemon thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, serves: bool) -> None:
+        self.serves = serves
         self.cancelled = False
         self.ended = threading.Event()
         self._task: asyncio.Task[Any] | None = None
@@ -112,12 +115,12 @@ _registered = threading.Lock()  # taken for good
 
 
 @contextmanager
-def _ended_at_exit() -> Iterator[_Running]:
+def _ended_at_exit(serves: bool) -> Iterator[_Running]:
     """In a daemon thread: have the call end in good order when the program does.
 
     Python kills such threads where they stand. In the middle of one of torch's operations that aborts the process.
     """
-    running = _Running()
+    running = _Running(serves)
     if not threading.current_thread().daemon:
         yield running
         return
@@ -135,12 +138,14 @@ def _ended_at_exit() -> Iterator[_Running]:
 
 
 def _end_all() -> None:
-    calls = _in_daemons.copy()
-    for running in calls:
-        running.cancel()
-    deadline = time.monotonic() + _EXIT_S
-    for running in calls:
-        running.ended.wait(max(0.0, deadline - time.monotonic()))
+    calls, now = _in_daemons.copy(), time.monotonic()
+    # Nodes of this program leave while their server is still there: none of them is to wait for it to come back.
+    for serving, deadline in ((False, now + _EXIT_S / 2), (True, now + _EXIT_S)):
+        ending = [running for running in calls if running.serves is serving]
+        for running in ending:
+            running.cancel()
+        for running in calls if serving else ending:
+            running.ended.wait(max(0.0, deadline - time.monotonic()))
 
 
 async def working(worker: Worker) -> Departure:

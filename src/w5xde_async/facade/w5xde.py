@@ -249,7 +249,7 @@ class CentralServer:
         Raises PortInUse, StoreError, CheckpointMismatch (``resume``, and the run there is of another model or dataset),
         JobError, and what ended the run where it failed. Ctrl-C before it listens raises KeyboardInterrupt.
         """
-        return _WORDS.of_result(block_on(self._serve, instead="w5xde_async.Coordinator", words=_WORDS))
+        return _WORDS.of_result(block_on(self._serve, instead="w5xde_async.Coordinator", words=_WORDS, serves=True))
 
     @takes(nodes=arguments.COUNT)
     @_WORDS.said()

@@ -144,10 +144,16 @@ class Filesystem:
             path.unlink(missing_ok=True)
 
     def sweep(self, directory: Path) -> None:
-        """Remove what writes left behind that died; what cannot be removed stays."""
-        for path in directory.glob(f"{TEMPORARY}*"):
+        """Remove what writes left behind that died; what cannot be removed stays.
+
+        Whole or not at all, since on a disk whose locks do not reach it a writer that lives may be about to put its
+        directory into place: that is another name before its first file goes.
+        """
+        for path in list(directory.glob(f"{TEMPORARY}*")):
             with suppress(OSError):
-                self.remove(path)
+                doomed = temporary_beside(path.with_name("swept"))
+                self.rename(path, doomed)
+                self.remove(doomed)
 
 
 class FencedFilesystem(Filesystem):

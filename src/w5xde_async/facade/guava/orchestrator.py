@@ -135,7 +135,9 @@ class Orchestrator:
             dashboard=self._dashboard,
             island=config.island_of_all if self.mode == "local" else None,
         )
-        ended = block_on(lambda: self._train(job, settings), instead="w5xde_async.Coordinator", words=WORDS)
+        ended = block_on(
+            lambda: self._train(job, settings), instead="w5xde_async.Coordinator", words=WORDS, serves=True
+        )
         return WORDS.of_result(ended)
 
     @takes(num_epochs=arguments.COUNT)
