@@ -114,16 +114,29 @@ _numpy: Any = np.random  # its typing does not know all of it
 _POSITION = struct.Struct("=i")
 
 
-def _raw_numpy() -> bytes | None:
-    """The state of numpy's global Mersenne twister as it lies in memory: 624 words and the position in them."""
-    generator = _numpy.get_bit_generator()
-    if type(generator) is not np.random.MT19937:
-        return None
-    return ctypes.string_at(generator.ctypes.state_address, 624 * 4 + 4)
+class _Twister:
+    """Where numpy's global Mersenne twister lies in memory. It is another one after ``np.random.set_bit_generator``."""
+
+    def __init__(self) -> None:
+        self._generator: Any = None  # kept, so that its memory stays its own
+        self._memory: Any = None
+
+    def raw(self) -> bytes | None:
+        """Its state: 624 words and the position in them; None where numpy has another kind of generator."""
+        generator = _numpy.get_bit_generator()
+        if generator is not self._generator:
+            self._generator, self._memory = generator, None
+            if type(generator) is np.random.MT19937:
+                self._memory = _Raw.from_address(generator.ctypes.state_address)
+        raw: bytes | None = None if self._memory is None else self._memory.raw
+        return raw
 
 
+_Raw = ctypes.c_char * (624 * 4 + 4)
+_raw_numpy = _Twister().raw
 _WORDS = struct.Struct("=i624I")
 _STATE_AT = object.__basicsize__  # of what CPython's generator is: its place in the twister, and 624 words
+_python_memory: Any = (ctypes.c_char * _WORDS.size).from_address(id(_GENERATOR) + _STATE_AT)  # read where it _LIES_SO
 
 
 def _raw_python() -> tuple[Any, ...]:
@@ -131,7 +144,7 @@ def _raw_python() -> tuple[Any, ...]:
     otherwise. That makes 625 numbers, which takes longer than all else that is done around a small leaf."""
     if not _LIES_SO:
         return random.getstate()
-    return ctypes.string_at(id(_GENERATOR) + _STATE_AT, _WORDS.size), _GENERATOR.gauss_next
+    return _python_memory.raw, _GENERATOR.gauss_next
 
 
 def _of_raw(raw: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -142,8 +155,7 @@ def _of_raw(raw: tuple[Any, ...]) -> tuple[Any, ...]:
 def _lies_so() -> bool:
     if random.Random.__basicsize__ < _STATE_AT + _WORDS.size or type(_GENERATOR) is not random.Random:
         return False
-    words = ctypes.string_at(id(_GENERATOR) + _STATE_AT, _WORDS.size)
-    return _of_raw((words, random.getstate()[2])) == random.getstate()
+    return _of_raw((_python_memory.raw, random.getstate()[2])) == random.getstate()
 
 
 _LIES_SO = _lies_so()

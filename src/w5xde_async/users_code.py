@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
@@ -56,11 +58,18 @@ class time_limit:
     swallows the interrupt is interrupted again, and Overdue is raised at its end, whatever it returns: what it made of
     that is not what it makes. ``stuck`` is called where it has swallowed ``_MOST_SWALLOWED`` of them, and nothing will
     ever end it. To be used only where the signal ``is_free``, one at a time, and each until ``close``.
+
+    The timer is left to run from call to call, and looks where it goes off whether that call has had its time: to set
+    it and to stop it takes longer than all else around a small call.
     """
 
     _in_use = 0
-    _fired = 0  # in the call under way
-    _stuck: Callable[[], object] | None = None  # of the limit under way
+    _rings = math.inf  # when the timer goes off, by ``time.monotonic``; infinite: it does not
+    # Of the call under way:
+    _ends = math.inf
+    _fired = 0
+    _again_s = 0.0
+    _stuck: Callable[[], object] | None = None
 
     def __init__(self, seconds: float, *, stuck: Callable[[], object] | None = None) -> None:
         self._seconds, self._waits, self._on_stuck = seconds, False, stuck
@@ -70,22 +79,23 @@ class time_limit:
         """Whether this is the main thread of a process that has no other use for the signal."""
         if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
             return False
-        return signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, _interrupt) and not any(
-            signal.getitimer(signal.ITIMER_REAL)
-        )
+        handler = signal.getsignal(signal.SIGALRM)
+        return handler is _interrupt or (handler is signal.SIG_DFL and not any(signal.getitimer(signal.ITIMER_REAL)))
 
     def __enter__(self) -> None:
         if not self._waits:
             signal.signal(signal.SIGALRM, _interrupt)
             self._waits = True
             time_limit._in_use += 1
-        time_limit._fired, time_limit._stuck = 0, self._on_stuck
-        signal.setitimer(signal.ITIMER_REAL, self._seconds, self._seconds)
+        time_limit._fired, time_limit._again_s, time_limit._stuck = 0, self._seconds, self._on_stuck
+        time_limit._ends = ends = time.monotonic() + self._seconds
+        if time_limit._rings > ends:
+            _ring_in(self._seconds)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        time_limit._ends = math.inf
         if time_limit._fired and not isinstance(error, Overdue):
             raise Overdue(_TOO_LONG) from error
 
@@ -95,10 +105,24 @@ class time_limit:
             self._waits = False
             time_limit._in_use -= 1
             if not time_limit._in_use:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                time_limit._rings = math.inf
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
+def _ring_in(seconds: float) -> None:
+    time_limit._rings = time.monotonic() + seconds
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))  # 0 would stop it
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    time_limit._rings = math.inf
+    left_s = time_limit._ends - time.monotonic()
+    if left_s > 0:  # nothing of ours is called, or something that was called later
+        if left_s < math.inf:
+            _ring_in(left_s)
+        return
+    _ring_in(time_limit._again_s)
     time_limit._fired += 1
     if time_limit._fired > _MOST_SWALLOWED and time_limit._stuck is not None:
         time_limit._stuck()

@@ -6,7 +6,7 @@ block, one behind the other; ``unpack`` cuts them again. Nothing here knows leas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -144,7 +144,9 @@ def leaves_of(
         if not tensors:
             raise MalformedFrame("a packed batch without tensors")
         sizes = list(samples)  # ``torch.split`` checks them in Python, which takes longer than to cut a small batch
-        pieces = zip(*[torch.split_with_sizes(tensor, sizes) for tensor in tensors], strict=True)
+        pieces: Iterable[Sequence[Tensor]] = [tensors]
+        if len(sizes) > 1:
+            pieces = zip(*[torch.split_with_sizes(tensor, sizes) for tensor in tensors], strict=True)
         plain = _plain(tree, len(tensors))
         for count, piece in zip(samples, pieces, strict=True):
             aligned = tuple([_aligned(tensor) for tensor in piece])

@@ -122,7 +122,8 @@ class Engine:
 
     ``source`` is a job, or a program's replica. ``spec`` is the job's own unless given: a worker takes the
     coordinator's, so that a job file edited on one machine does not change what is computed. A replica has none of its
-    own. ``lent``: host memory to compute with. ``splits``: how often microbatches are halved to begin with.
+    own. ``lent``: host memory to compute with. ``splits``: how often microbatches are halved to begin with. Without
+    ``notes_draws`` no block says that it drew from torch's generators.
     """
 
     def __init__(
@@ -135,8 +136,9 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         lent: Lent | None = None,
         splits: int = 0,
+        notes_draws: bool = True,
     ) -> None:
-        self.clock = clock
+        self.clock, self._notes_draws = clock, notes_draws
         self.device = torch.device(device)
         if self.device == torch.device("cuda"):  # threads are told by its number which one they are to use
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -413,7 +415,7 @@ class Engine:
             loss_sum = share if loss_sum is None else loss_sum + share
             block.note_metrics({} if metrics is None else metrics, count, count / samples, first=begin == 0)
         assert loss_sum is not None
-        if not self._drew and (finishing or not self._overlap):  # all leaves of the first block, then the last of each
+        if self._notes_draws and not self._drew and (finishing or not self._overlap):  # all leaves of the first block, then the last of each
             self._drew = has_drawn(self.device)
         block.losses.append(loss_sum)
         if self._buffers.entries:

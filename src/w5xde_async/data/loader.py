@@ -340,8 +340,8 @@ class Loader:
         reads = [chunk.read for chunk in chunks if chunk.read is not None]
         if self._gather:
             structure, tensors = reads[0]
-            begin = (block.start - chunks[0].first) * plan.leaf_samples
-            rows = [tensor[begin : begin + plan.samples_in(*block)] for tensor in tensors]
+            begin, count = (block.start - chunks[0].first) * plan.leaf_samples, plan.samples_in(*block)
+            rows = [t if t.shape[0] == count else t[begin : begin + count] for t in tensors]
             return Batch(structure, True, samples, rows)
         structure = joined([read.structure for read in reads])
         return Batch(structure, False, samples, [tensor for read in reads for tensor in read.tensors])

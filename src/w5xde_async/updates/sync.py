@@ -151,7 +151,6 @@ class SyncRule:
         open_to_choice = all(group.get("fused", False) is None and not group["foreach"] for group in made.param_groups)
         return f"{type(made).__name__}(..., fused=True)" if type(made) in _FUSED and open_to_choice else ""
 
-    @torch.no_grad()
     def apply(
         self, root: ResultVector, present: Sequence[bool], samples: int, untouched: Collection[int], *,
         sums: Sequence[Tensor] | None = None, rate_factor: float = 1.0,
@@ -183,18 +182,11 @@ class SyncRule:
         if not finite:
             self._forget_gradients()
             return Applied(skipped=True, gradient_norm=norm, learning_rate=learning_rate, changed=())
-        with torch.enable_grad():  # as in a plain loop; optimizers switch it off themselves
-            if rate_factor == 1.0:
-                self.optimizer.step()
-            else:
-                self._step_at(rate_factor)
-            if self._is_foreign:
-                self._take_back(gradients)
-            if self.scheduler is not None:
-                try:
-                    self._schedule()
-                except Exception:
-                    self._behind = True
+        if torch.is_grad_enabled():
+            self._step(gradients, rate_factor)
+        else:
+            with torch.enable_grad():  # as in a plain loop; optimizers switch it off themselves
+                self._step(gradients, rate_factor)
         self._forget_gradients()
         changed = [bucket.index for bucket in buckets if self.layout.groups[bucket.group].role == "grad"]
         if self.on_device is not None:
@@ -263,6 +255,19 @@ class SyncRule:
             for group, kept in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update({**kept, "params": group["params"]})
             raise
+
+    def _step(self, gradients: ResultVector, rate_factor: float) -> None:
+        if rate_factor == 1.0:
+            self.optimizer.step()
+        else:
+            self._step_at(rate_factor)
+        if self._is_foreign:
+            self._take_back(gradients)
+        if self.scheduler is not None:
+            try:
+                self._schedule()
+            except Exception:
+                self._behind = True
 
     def _step_at(self, rate_factor: float) -> None:
         groups = self.optimizer.param_groups

@@ -244,7 +244,9 @@ class InPlace:
             with self._limit, users_code():
                 engine = self._engine
                 if engine is None:
-                    engine = self._engine = Engine(self._job, bucket_bytes=self._rule.layout.bucket_bytes)
+                    engine = self._engine = Engine(
+                        self._job, bucket_bytes=self._rule.layout.bucket_bytes, notes_draws=False
+                    )
                 if self._version != plan.step:  # as a worker does: what a step writes into its model stays until then
                     self._version = -1
                     engine.incoming.copy_groups(self._state)
