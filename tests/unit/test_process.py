@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import signal
 import threading
 
 import pytest
 
 from w5xde_async.errors import ExitCode
-from w5xde_async.process import _Early, _Ending, _ignore_stops, use_batch_scheduling
+from w5xde_async.process import (
+    _SCHED_ATTR,
+    _SCHED_SETATTR,
+    _SLICE_NS,
+    _Early,
+    _Ending,
+    _ignore_stops,
+    use_batch_scheduling,
+)
 
 
 class Ended(BaseException):
@@ -87,6 +97,30 @@ def _policy_in_a_thread(before: int) -> tuple[int, int]:
 def test_batch_scheduling_is_inherited_and_takes_no_other_policys_place() -> None:
     assert _policy_in_a_thread(os.SCHED_OTHER) == (os.SCHED_BATCH, os.SCHED_BATCH)
     assert _policy_in_a_thread(os.SCHED_IDLE) == (os.SCHED_IDLE, os.SCHED_IDLE)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="Linux alone has scheduling policies")
+def test_long_slices_are_asked_for_and_change_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def ask() -> None:
+        os.setpriority(os.PRIO_PROCESS, 0, 3)
+        use_batch_scheduling()
+        had = ctypes.create_string_buffer(_SCHED_ATTR.size)
+        number = _SCHED_SETATTR[platform.machine()] + 1  # sched_getattr
+        assert ctypes.CDLL(None).syscall(number, 0, had, _SCHED_ATTR.size, 0) == 0
+        found.append(_SCHED_ATTR.unpack(had.raw))
+
+    if platform.machine() in _SCHED_SETATTR:
+        asking = threading.Thread(target=ask)
+        asking.start()
+        asking.join()
+        ((_, policy, flags, nice, priority, runtime, deadline, period),) = found
+        assert (policy, flags, nice, priority, deadline, period) == (os.SCHED_BATCH, 0, 3, 0, 0, 0)
+        heeded = tuple(map(int, platform.release().split("-")[0].split(".")[:2])) >= (6, 12)
+        assert runtime == _SLICE_NS or not heeded
+    monkeypatch.setattr(platform, "machine", lambda: "another")
+    assert _policy_in_a_thread(os.SCHED_OTHER) == (os.SCHED_BATCH, os.SCHED_BATCH)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="Linux alone has scheduling policies")
