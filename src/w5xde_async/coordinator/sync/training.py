@@ -432,9 +432,9 @@ class SyncTraining:
         failpoint("publish.before")
         self.version += 1
         self.ledger.close(step.plan.step)
-        self.context.loader.close_step(step.plan.step)
         self._receive()
         self._publish(pieces)
+        self.context.loader.close_step(step.plan.step)  # it reads ahead: workers need not wait for that
         failpoint("publish.after")
         phases_s["publish"] += self.context.clock() - began
         self._note(step, applied, phases_s)
