@@ -116,7 +116,10 @@ class Deadly(Sandbox):
     module = "tests.support.deadly"
 
 
-DEATHS = {"reads beside its memory": "SIGSEGV", "opens a file": "SIGSYS", "lies": "never says"}
+DEATHS = {
+    "reads beside its memory": "SIGSEGV", "opens a file": "SIGSYS", "lies": "never says",
+    "raises": "its process failed: KeyError: 'what nobody expects'",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", DEATHS)

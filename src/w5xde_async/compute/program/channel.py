@@ -170,7 +170,13 @@ class Done(_Said):
             raise ValueError("names of metrics that are no different printable texts")
 
 
-Answer = Sealed | Unsealed | Ready | Refused | Emit | Failed | Done
+class Broken(_Said):
+    """The process itself has failed, and ends."""
+
+    reason: str
+
+
+Answer = Sealed | Unsealed | Ready | Refused | Emit | Failed | Done | Broken
 _ORDERS: Any = msgpack.Decoder(Warm | Build | Load | Compute)
 _ANSWERS: Any = msgpack.Decoder(Answer)
 

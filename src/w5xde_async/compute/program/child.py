@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 _DESCRIPTORS = 64
+_WORKER_GONE = 3  # exit code: nobody is there to read it, but for a fault of ours
 
 
 def main() -> int:
@@ -49,8 +50,13 @@ def main() -> int:
         with suppress(OSError):
             channel.send(descriptor, channel.Unsealed(f"{type(error).__name__}: {error}"[:1000]))
         return 1
-    channel.send(descriptor, channel.Sealed())
-    runner.serve(control)
+    try:
+        channel.send(descriptor, channel.Sealed())
+        runner.serve(control)
+    except Exception as error:  # nobody reads what it would print
+        with suppress(OSError):
+            channel.send(descriptor, channel.Broken(f"{type(error).__name__}: {error}"[:1000]))
+        return 1
     return 0
 
 
@@ -58,7 +64,7 @@ def _end_with_stdin() -> None:
     with suppress(OSError):
         while os.read(0, 64):
             pass
-    os._exit(1)
+    os._exit(_WORKER_GONE)
 
 
 def _needed_to_import() -> list[str]:

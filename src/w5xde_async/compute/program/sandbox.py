@@ -130,7 +130,7 @@ class Sandbox:
             timer.daemon = True
             timer.start()
         try:
-            return channel.answer_of(self.control.fileno())
+            answer = channel.answer_of(self.control.fileno())
         except (EOFError, OSError):
             raise self._death() from None
         except ValueError as error:
@@ -138,6 +138,10 @@ class Sandbox:
         finally:
             if timer is not None:
                 timer.cancel()
+        if isinstance(answer, channel.Broken):
+            self.end()
+            raise ProgramKilled(f"its process failed: {answer.reason[:1000]}")
+        return answer
 
     def lied(self, what: str) -> NoReturn:
         """End it for what it said. Raises ProgramKilled."""
