@@ -4,6 +4,7 @@
   another thread that is not made for it.
 - A test that takes too long fails, wherever its time ends: in a task, too, and again if that held on.
 - A test that leaves a task, a thread or a descriptor behind fails; ``@pytest.mark.allow_leaks`` exempts one.
+- Torch computes with one thread where a test begins.
 - A test sees no accelerator, and neither do programs that it starts: bits are compared with the CPU's. Those marked
   ``gpu`` see what there is.
 - ``@pytest.mark.both_loops`` runs an async test on asyncio's own loop and on uvloop.
@@ -212,6 +213,12 @@ def blocking_calls_fail() -> Iterator[None]:
 def programs_are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if forking.running is not None and request.node.get_closest_marker("processes") is not None:
         monkeypatch.setattr(sys, "executable", str(forking.running.commands / "python"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Another number of threads gives other bits: it is not to be the one that the test before has left."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

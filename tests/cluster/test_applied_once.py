@@ -35,11 +35,6 @@ ONCE = [[1.0] * SAMPLES] * 2
 LOCAL = ["local", "streaming", "async-local"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 async def run(rule: str, workers: int, path: Path | None = None, **kwargs: Any) -> tuple[RunResult, list[Event]]:
     events: list[Event] = []
     result = await train(job, workers=workers, run_dir=path, events=events, update=PLAIN[rule], **kwargs)

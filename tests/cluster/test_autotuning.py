@@ -30,11 +30,6 @@ from w5xde_async.wire.messages import Lease
 from w5xde_async.worker.service import Worker
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def hooked() -> Job:
     """Its optimizer has a hook, which no worker runs."""
 

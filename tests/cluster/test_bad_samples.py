@@ -48,11 +48,6 @@ def job(bad: set[int] = BAD, once: Collection[int] = (), epochs: int = 2) -> Job
     )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 async def test_the_same_bits_however_many_compute() -> None:
     one: list[Event] = []
     first = await train(job, events=one, max_bad_samples=9)

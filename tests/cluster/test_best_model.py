@@ -27,11 +27,6 @@ from w5xde_async.telemetry.events import Evaluated, Event, Warned
 from w5xde_async.updates.config import UpdateConfig
 
 
-@pytest.fixture(autouse=True)
-def quick() -> None:
-    torch.set_num_threads(1)
-
-
 class Scored:
     """An ``evaluate`` whose metric takes these values, and 9 from then on; it remembers what it was given."""
 

@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import torch
 from tests.support import jobs, programs, reference
 from tests.support.cluster import QUICK_WORKER, settings
 from tests.support.processes import programs as processes
@@ -23,11 +22,6 @@ from w5xde_async.worker.service import Departure, Worker
 #: model computes without its code is the engine's: tests/unit/test_program.py has all of them.
 SMALL = ("mlp", "words")
 OTHERS = ("cnn", "accumulated", "metrics", "bf16", "fp16")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 async def train(name: str, *, free: int, local: int) -> RunResult:

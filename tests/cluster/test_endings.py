@@ -29,11 +29,6 @@ from w5xde_async.worker.service import Departure, RunFailed, Worker
 WORKER = WorkerConfig(device="cpu", connect_timeout_s=5.0)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Stumbling(torch.optim.SGD):
     """Raises in its fourth step, half done."""
 

@@ -32,11 +32,6 @@ from w5xde_async.worker.service import Departure, Worker
 ON_GPU = replace(QUICK_WORKER, device="cuda:0", inline_block_s=0.0)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

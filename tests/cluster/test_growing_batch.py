@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import torch
 from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, settings, train
 from torch import nn
@@ -29,11 +28,6 @@ from w5xde_async.worker.service import Worker
 T = TypeVar("T", bound=Event)
 SAMPLES, EPOCHS = 203, 4
 GROWS: dict[str, Any] = {"target_batch": 64, "batch_patience": 4}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def job(**changes: Any) -> Job:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, settings
 from tests.support.memory_links import memory_pair
@@ -28,11 +27,6 @@ from w5xde_async.wire.messages import Lease, Ready, Result
 from w5xde_async.worker.executors.executor import HeldLease
 from w5xde_async.worker.executors.in_place import InPlaceExecutor
 from w5xde_async.worker.service import Departure, Worker
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def job() -> Job:

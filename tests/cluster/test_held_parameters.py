@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from tests.cluster.test_autotuning import over_a_poor_line
 from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, Commits, all_gone, settings
@@ -24,11 +23,6 @@ from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
 from w5xde_async.params.flat import named_digest
 from w5xde_async.worker.service import Departure, Worker
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def job() -> Job:

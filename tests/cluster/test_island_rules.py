@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.cluster.test_autotuning import over_a_poor_line
 from tests.cluster.test_islands import run, start
 from tests.support import jobs
@@ -39,11 +38,6 @@ RULES: dict[str, dict[str, Any]] = {
     "streaming": {"rule": "streaming", "inner_steps": 4, "fragments": 2, "codec": "int4"},
     "async-local": {"rule": "async-local", "inner_steps": 3, "codec": "sparseloco"},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def cnn_adamw() -> Job:

@@ -27,11 +27,6 @@ SAMPLES, WIDTH = 192, 256
 OWN = replace(QUICK_WORKER, local_data="here")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Rows(Dataset[Any]):
     """Counts what is read; ``lacks``: what this copy has not got. ``shift``: other data."""
 

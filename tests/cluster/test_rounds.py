@@ -36,11 +36,6 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def total(job: Job) -> int:
     return job.max_steps or (job.epochs or 0) * -(-len(job.dataset) // job.batch_size)
 

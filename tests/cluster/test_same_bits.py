@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 
@@ -15,11 +14,6 @@ from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.params.flat import named_digest
 from w5xde_async.telemetry.events import Event, StepCommitted
 from w5xde_async.worker.service import Worker
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @cache

@@ -47,11 +47,6 @@ pytestmark = pytest.mark.skipif(unsupported() != "", reason=unsupported())
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
 def what_may_be_written_again_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A vector that a worker may use again holds no result from then on: nobody may be reading one there."""
     give = VectorPool.give

@@ -10,7 +10,6 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
-import torch
 from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 from torch import nn
@@ -138,11 +137,6 @@ class Watch:
     def check(self) -> None:
         for version, bits in self.held:
             assert bits == self.published[version], f"version {version}"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @asynccontextmanager

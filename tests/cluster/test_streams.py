@@ -33,11 +33,6 @@ from w5xde_async.worker.service import Worker
 ROWS = 300
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def row(number: int) -> dict[str, Any]:
     return {"x": [float(number), 1.0, number % 7], "label": number % 2}
 

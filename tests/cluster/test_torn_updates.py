@@ -22,11 +22,6 @@ from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Worker
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Mixed(nn.Module):
     """Three dtypes of parameters, one behind the other."""
 

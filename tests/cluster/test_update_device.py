@@ -25,11 +25,6 @@ from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Departure, Worker
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 async def train(job: Job, told: list[Event] | None = None, *, run_dir: Path | None = None, **config: Any) -> RunResult:
     bus = Bus()
     if told is not None:

@@ -32,11 +32,6 @@ SOME = [SystemExit(3), asyncio.CancelledError()]
 escaping = pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: type(escape).__name__)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def raising(error: BaseException) -> Any:
     def call(*_: Any, **__: Any) -> Any:
         raise error

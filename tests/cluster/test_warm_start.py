@@ -27,11 +27,6 @@ from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Departure, Worker
 
 
-@pytest.fixture(autouse=True)
-def quick() -> None:
-    torch.set_num_threads(1)
-
-
 def pretrained() -> nn.Linear:
     model = nn.Linear(10, 4)
     with torch.no_grad():

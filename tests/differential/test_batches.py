@@ -24,11 +24,6 @@ DTYPES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Rows(Dataset[dict[str, Tensor]]):
     """Samples that are dicts of a tensor of each type."""
 

@@ -21,11 +21,6 @@ from w5xde_async.job import Job
 from w5xde_async.worker.service import Worker
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Habit(nn.Module):
     """A layer between two others that keeps something of what it sees."""
 

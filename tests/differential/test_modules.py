@@ -45,11 +45,6 @@ def database() -> dict[str, ModuleInfo]:
     return {info.name: info for info in module_db}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def inputs_of(name: str, dtype: torch.dtype, most: int) -> list[Any]:
     info = database()[name]
     seed_all(0)

@@ -41,11 +41,6 @@ NOT_IN_FLOAT16 = {"Adafactor", "Adagrad", "NAdam"}
 COVERED = [name for name in DATABASE if name not in EXCLUDED]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Model(nn.Module):
     def __init__(self, narrow: Sequence[torch.dtype]) -> None:
         super().__init__()

@@ -31,11 +31,6 @@ CODECS = (
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def task(job: Job, leaves: int) -> Task:
     samples = [job.dataset[index] for index in range(leaves * job.leaf_samples)]
     batch = tuple(torch.stack(column) for column in zip(*samples, strict=True))

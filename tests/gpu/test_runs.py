@@ -28,11 +28,6 @@ from w5xde_async.worker.service import Departure, Worker
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 async def train(
     job: Job,
     config: CoordinatorConfig,

@@ -89,12 +89,7 @@ async def train(name: str, config: WorkerConfig, **options: Any) -> RunResult:
 @pytest.mark.parametrize("name", ["cnn", "bf16", "checkpointed"])
 async def test_the_same_bits_in_it_as_outside(name: str) -> None:
     result = await train(name, SANDBOXED)
-    before = torch.get_num_threads()
-    torch.set_num_threads(SANDBOXED.threads or before)  # another number of threads gives other bits
-    try:
-        expected = reference.train(programs.TRACEABLE[name]())[0]
-    finally:
-        torch.set_num_threads(before)
+    expected = reference.train(programs.TRACEABLE[name]())[0]
     assert result.digest == named_digest(expected)
 
 

@@ -36,11 +36,6 @@ MEMORY = 1 << 32
 pytestmark = pytest.mark.timeout(90)  # tracing takes seconds where other processes compute
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 # -- models
 
 

@@ -32,11 +32,6 @@ LEAF = 4
 STEP = 3
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Net(nn.Module):
     """Dropout, batch norm, tied and unused weights, a bfloat16 layer, a parameter that few leaves touch."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -18,14 +17,6 @@ from w5xde_async.codecs.registry import codec
 
 SIZES = (300, 5000)
 NAMES = ["bf16", "int8", "int4", "sign", "topk:0.01", "sparseloco", "lz4:topk:0.1"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def feedback(name: str, decay: float | None = 1.0) -> Feedback:

@@ -34,11 +34,6 @@ ERRORS: list[Callable[[], RuntimeError | MemoryError]] = [
 PLACES = ("forward", "backward", "last backward", "make_vector", "copies")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Lack:
     """Raises ``errors`` in turn at calls of ``place``, the first at its call ``after``. Counts what it has raised."""
 

@@ -28,11 +28,6 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(90)  # tracing takes seconds where other processes compute
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @cache
 def traced(name: str) -> tuple[Job, Layout, Document]:
     job = programs.TRACEABLE[name]()

@@ -38,11 +38,6 @@ from w5xde_async.worker.executors.replicas import SteppingReplica
 from w5xde_async.worker.service import Worker
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def compare(job: Job, seed: int, *, pace: float, blocks: int) -> tuple[FakeCuda, list[str]]:
     """The same blocks and versions by an engine on late streams, and by one on the CPU: what differs."""
     plan = turns(seed, blocks)
