@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -330,6 +331,32 @@ def test_code_that_sleeps_or_goes_round_in_circles_is_interrupted() -> None:
         time.sleep(60)
     limit.close()
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_the_timer_that_an_earlier_call_has_left_ends_nothing() -> None:
+    limit = time_limit(0.02)
+    until = time.monotonic() + 0.07
+    while time.monotonic() < until:  # it goes off in some of these, which are short
+        with limit:
+            pass
+    while time_limit._rings < math.inf:  # and between two
+        pass
+    assert not any(signal.getitimer(signal.ITIMER_REAL))
+    began = time.monotonic()
+    with limit:
+        pass
+    while time.monotonic() < began + 0.015:
+        pass
+    began = time.monotonic()
+    with pytest.raises(Overdue), limit:  # it has all of its own time
+        time.sleep(60)
+    assert time.monotonic() - began >= 0.02
+    shorter = time_limit(0.01)
+    with pytest.raises(Overdue), shorter:
+        time.sleep(60)
+    for one in (limit, shorter):
+        one.close()
+    assert not any(signal.getitimer(signal.ITIMER_REAL))
 
 
 def test_code_that_swallows_every_interrupt_is_given_up() -> None:
