@@ -216,12 +216,6 @@ def programs_are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Another number of threads gives other bits: it is not to be the one that the test before has left."""
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
 def no_accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("gpu") is not None:
         return
@@ -285,6 +279,7 @@ def _watched(item: pytest.Item) -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     if item.get_closest_marker("gpu") is not None and torch.cuda.is_available():
         _use_cuda()
+    torch.set_num_threads(1)  # before any fixture: another number gives other bits, the one that a test before has left
     item.stash[_BEFORE] = (set(threading.enumerate()), _descriptors())
     with _in_time():
         return (yield)
