@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -114,3 +115,15 @@ FROZEN = {
 }
 FROZEN_DIGEST = "0a49768d15e027b7a08394fb097ca699"
 FROZEN_SEEDS = (759540517790923586, 4893661857960700317)
+
+
+def test_few_plans_are_kept_and_those_of_one_epoch() -> None:
+    kept = Sampler(num_samples=1000, batch_size=10, leaf_samples=5, seed=3)
+    for step in (*range(250), 3, 249, 3):
+        plan = kept.plan(step)
+        assert plan is kept.plan(step)
+        fresh = Sampler(num_samples=1000, batch_size=10, leaf_samples=5, seed=3, orders=kept.orders).plan(step)
+        assert (plan.step, plan.epoch, plan.indices.tolist()) == (step, fresh.epoch, fresh.indices.tolist())
+        assert len(kept._plans) <= 32
+        assert {known.epoch for known in kept._plans.values()} == {plan.epoch}
+    assert replace(kept, batch_size=20).plan(3).num_samples == 20

@@ -102,9 +102,8 @@ class FlatState:
 
     def copy_groups(self, other: FlatState) -> None:
         """Take the values of a state of the same layout."""
-        with torch.no_grad():
-            for mine, theirs in zip(self.groups, other.groups, strict=True):
-                mine.copy_(theirs)
+        for mine, theirs in zip(self.groups, other.groups, strict=True):
+            mine.copy_(theirs)
 
     def adopt(self, module: nn.Module, *, buffers: bool = True) -> None:
         """Make the module's parameters, and its persistent ``buffers``, views of this state (its values are lost)."""

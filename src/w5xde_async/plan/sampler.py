@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 #: The order of so many samples is computed in less than a millisecond.
 QUICK_SAMPLES = 10_000
+_PLANS_KEPT = 32
 #: Of a stream that does not say: more than any run reads.
 ENDLESS_SAMPLES = 1 << 60
 
@@ -142,6 +143,7 @@ class Sampler:
     drop_last: bool = False
     stream: bool = False
     orders: Orders = field(default_factory=Orders, repr=False, compare=False)
+    _plans: dict[int, StepPlan] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -150,8 +152,15 @@ class Sampler:
 
     def plan(self, step: int) -> StepPlan:
         """Step ``step`` of the run, counted from 0 over all epochs."""
-        epoch, begin, end = self._place(step)
-        return StepPlan(step, epoch, self.indices(epoch, begin, end), self.leaf_samples)
+        plan = self._plans.get(step)
+        if plan is None:
+            epoch, begin, end = self._place(step)
+            plan = StepPlan(step, epoch, self.indices(epoch, begin, end), self.leaf_samples)
+            # Each is asked for several times. None is kept beyond its epoch, whose order it would keep.
+            if len(self._plans) == _PLANS_KEPT or next(iter(self._plans.values()), plan).epoch != epoch:
+                self._plans.clear()
+            self._plans[step] = plan
+        return plan
 
     def indices(self, epoch: int, begin: int, end: int) -> NDArray[np.int64]:
         """What lies at these places of an epoch: int64."""
