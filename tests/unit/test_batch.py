@@ -133,6 +133,14 @@ def test_cut_rows_are_aligned_as_fresh_tensors_are() -> None:
         assert x.data_ptr() % 64 == 0
 
 
+@pytest.mark.parametrize("samples", [[4], [2, 2]])
+def test_gradients_that_a_step_asks_of_its_batch_are_not_asked_of_the_next(samples: list[int]) -> None:
+    structure, tensors = flatten((torch.ones(4, 3),))
+    for _, (x,) in leaves_of(structure, tensors, samples, packed=True):
+        x.requires_grad_()
+    assert not tensors[0].requires_grad
+
+
 def test_leaf_after_leaf() -> None:
     leaves = [{"x": torch.full((n, 2), float(n)), "name": "a"} for n in (3, 1)]
     structure = flatten(leaves[0])[0]

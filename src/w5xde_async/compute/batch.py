@@ -144,8 +144,10 @@ def leaves_of(
         if not tensors:
             raise MalformedFrame("a packed batch without tensors")
         sizes = list(samples)  # ``torch.split`` checks them in Python, which takes longer than to cut a small batch
-        pieces: Iterable[Sequence[Tensor]] = [tensors]
-        if len(sizes) > 1:
+        pieces: Iterable[Sequence[Tensor]]
+        if len(sizes) == 1:
+            pieces = [[tensor.detach() for tensor in tensors]]  # a step may ask for gradients of what it is given
+        else:
             pieces = zip(*[torch.split_with_sizes(tensor, sizes) for tensor in tensors], strict=True)
         plain = _plain(tree, len(tensors))
         for count, piece in zip(samples, pieces, strict=True):

@@ -415,9 +415,8 @@ class Engine:
             loss_sum = share if loss_sum is None else loss_sum + share
             block.note_metrics({} if metrics is None else metrics, count, count / samples, first=begin == 0)
         assert loss_sum is not None
-        if (
-            self._notes_draws and not self._drew and (finishing or not self._overlap)
-        ):  # all leaves of the first block, then the last of each
+        # All leaves of the first block, then the last of each.
+        if self._notes_draws and not self._drew and (finishing or not self._overlap):
             self._drew = has_drawn(self.device)
         block.losses.append(loss_sum)
         if self._buffers.entries:
