@@ -88,8 +88,9 @@ class time_limit:
             self._waits = True
             time_limit._in_use += 1
         time_limit._fired, time_limit._again_s, time_limit._stuck = 0, self._seconds, self._on_stuck
-        time_limit._ends = ends = time.monotonic() + self._seconds
-        if time_limit._rings > ends:
+        now = time.monotonic()
+        time_limit._ends = ends = now + self._seconds
+        if not now < time_limit._rings <= ends:  # one that should have gone off was stopped by somebody else
             _ring_in(self._seconds)
 
     def __exit__(
