@@ -695,6 +695,23 @@ def test_a_step_of_a_small_model_that_draws_from_python_alone() -> None:
         engine.release(outcome.vectors[0])
 
 
+def writing(module: nn.Module, batch: Any) -> Tensor:
+    batch[0].mul_(1.5).add_(random.random())
+    return functional.cross_entropy(module(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_block_that_is_computed_again_begins_with_the_batch_as_it_came(packed: bool) -> None:
+    """The first draw from ``random`` has it computed again, when the step has written into its batch."""
+    wanted = job(loss=None, step=writing, model=lambda: nn.Linear(8, 3))
+    given = task(leaves((4, 4)), (4, 4), packed=packed)
+    before = [tensor.clone() for tensor in given.tensors]
+    outcome = Engine(wanted).compute(given, lambda *_: None)
+    expected = naive(wanted, leaves((4, 4)), (4, 4))
+    assert torch.equal(outcome.vectors[0].buckets[0][:24].view(3, 8), expected["weight"])
+    assert all(map(torch.equal, given.tensors, before))
+
+
 def test_blocks_on_two_threads_take_turns_with_the_random_state() -> None:
     wanted, batches = job(loss=None, step=drawing, model=plain_net), leaves((4,) * 8)
     expected = naive(wanted, batches, (4,) * 8)

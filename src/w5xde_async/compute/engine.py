@@ -342,7 +342,10 @@ class Engine:
         block.begin()
         transfer.begin()
         with random_state(quick=not self._seeds_python) as state:
-            batches = leaves_of(task.structure, task.tensors, task.samples, task.packed)
+            tensors = task.tensors
+            if transfer.on_host:  # a step may write into its batch, and the block may have to be computed again
+                tensors = [tensor.clone() for tensor in tensors]
+            batches = leaves_of(task.structure, tensors, task.samples, task.packed)
             for index, (samples, batch) in enumerate(batches):
                 block.leaf = index
                 onto_left = bool(index & 1) and lands_directly
