@@ -697,7 +697,7 @@ def test_a_step_of_a_small_model_that_draws_from_python_alone() -> None:
 
 def writing(module: nn.Module, batch: Any) -> Tensor:
     batch[0].mul_(1.5).add_(random.random())
-    return functional.cross_entropy(module(batch[0]), batch[1])
+    return nn.functional.cross_entropy(module(batch[0]), batch[1])
 
 
 @pytest.mark.parametrize("packed", [True, False])
