@@ -53,6 +53,7 @@ from w5xde_async.segments import Opened
 from w5xde_async.users_code import is_interrupt
 
 _MIXED = re.compile(r"\b(?:Double|float64|torch\.DoubleTensor)\b")  # in what torch says of dtypes that do not match
+_COPIED_BYTES = 1 << 20  # of a block's batch
 _TOO_FEW = "Expected more than 1 value per channel"
 
 
@@ -343,7 +344,9 @@ class Engine:
         transfer.begin()
         with random_state(quick=not self._seeds_python) as state:
             tensors = task.tensors
-            if transfer.on_host:  # a step may write into its batch, and the block may have to be computed again
+            if transfer.on_host and sum([tensor.nbytes for tensor in tensors]) <= _COPIED_BYTES:
+                # A step may write into its batch, and the block may have to be computed again. Of more there is no
+                # copy: it is not in what a worker is said to take.
                 tensors = [tensor.clone() for tensor in tensors]
             batches = leaves_of(task.structure, tensors, task.samples, task.packed)
             for index, (samples, batch) in enumerate(batches):

@@ -234,7 +234,8 @@ class InPlace:
     def _compute(self, plan: StepPlan, block: Block, batch: Batch, threads: int) -> ComputedBlock | None:
         task = Task(
             step=plan.step, start=block.start, samples=batch.samples, loss_scale=self._rule.loss_scale,
-            structure=batch.structure, packed=batch.packed, tensors=batch.tensors,
+            structure=batch.structure, packed=batch.packed,
+            tensors=[tensor.clone() for tensor in batch.tensors],  # a step may write into its batch
         )  # fmt: skip
         before = torch.get_num_threads()
         try:
