@@ -58,7 +58,7 @@ class PacingConfig(Config):
     """
 
     target_lease_s: float = setting(0.03, "", TIME_OR_0)
-    min_lease_s: float = setting(0.01, "", TIME_OR_0)
+    min_lease_s: float = setting(0.005, "", TIME_OR_0)
     whole_step_s: float = setting(0.004, "", TIME_OR_0)
     short_steps: str = setting(
         "workers", "who computes steps, or leaves, that take less time than their way to a worker: here, the "
