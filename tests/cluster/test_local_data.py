@@ -83,13 +83,14 @@ def reads_own(copy: Any) -> tuple[WorkerConfig, Job]:
 
 @pytest.mark.parametrize("noisy", [False, True])
 async def test_the_bits_are_those_of_data_that_is_sent(noisy: bool) -> None:
-    sent, _, sent_bytes = await run(job(Rows(noisy=noisy)), [(QUICK_WORKER, job())])
+    # Long beside the time until fingerprints have been compared: before that, a worker is sent its data.
+    sent, _, sent_bytes = await run(job(Rows(noisy=noisy), epochs=16), [(QUICK_WORKER, job())])
     ours, copy = Rows(noisy=noisy), Rows(noisy=noisy)
-    own, events, own_bytes = await run(job(ours), [reads_own(copy)])
+    own, events, own_bytes = await run(job(ours, epochs=16), [reads_own(copy)])
     assert own.digest == sent.digest
     assert copy.read >= SAMPLES
     assert own_bytes < sent_bytes / 2
-    both, _, _ = await run(job(Rows(noisy=noisy)), [reads_own(Rows(noisy=noisy)), (QUICK_WORKER, job())])
+    both, _, _ = await run(job(Rows(noisy=noisy), epochs=16), [reads_own(Rows(noisy=noisy)), (QUICK_WORKER, job())])
     assert both.digest == sent.digest
     told = [event for event in events if isinstance(event, WorkerReported) and event.state != "joining"]
     assert not told or told[-1].data_from in ("itself", "coordinator")
@@ -132,7 +133,8 @@ async def test_rows_of_tensors_are_gathered_by_whoever_has_them() -> None:
     data = TensorDataset(x, torch.arange(SAMPLES) % 2)
 
     def made(copy: Callable[[str], Any] | None = None) -> Job:
-        return job(data, copy, step=None, loss=nn.functional.cross_entropy)
+        # Long beside the time until fingerprints have been compared: before that, a worker is sent its data.
+        return job(data, copy, step=None, loss=nn.functional.cross_entropy, epochs=40)
 
     sent, _, sent_bytes = await run(made(), [(QUICK_WORKER, made())])
     own, _, own_bytes = await run(made(), [(OWN, made(lambda where: TensorDataset(x.clone(), data.tensors[1])))])

@@ -65,7 +65,8 @@ def test_both_sides_die_everywhere_and_nothing_is_left(tmp_path: Path) -> None:
         "--checkpoint-every", "2", "--log-format", "json", "--log", "verbose", "--port",
     ]  # fmt: skip
     with programs() as start:
-        first = start(*command, "0", W5XDE_FAILPOINTS=f"{OF_COORDINATORS[0]}=kill@2")
+        # No step before both are there: one worker could take all steps while the other is still importing.
+        first = start(*command, "0", "--min-workers", "2", W5XDE_FAILPOINTS=f"{OF_COORDINATORS[0]}=kill@2")
         server = first.wait_for("run_started")["address"]
         survivor = worker(start, server)
         other = worker(start, server)  # it is the second to hand over its memory
