@@ -124,7 +124,15 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
             _ring_in(left_s)
         return
     _ring_in(time_limit._again_s)
+    while frame is not None:
+        if frame.f_code in _OWN:  # raised there, the limit would stay in force when the call is over
+            time_limit._fired += frame.f_code is _OWN[1]
+            return
+        frame = frame.f_back
     time_limit._fired += 1
     if time_limit._fired > _MOST_SWALLOWED and time_limit._stuck is not None:
         time_limit._stuck()
     raise Overdue(_TOO_LONG)
+
+
+_OWN = (time_limit.__enter__.__code__, time_limit.__exit__.__code__)

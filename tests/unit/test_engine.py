@@ -712,6 +712,19 @@ def test_a_block_that_is_computed_again_begins_with_the_batch_as_it_came(packed:
     assert all(map(torch.equal, given.tensors, before))
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_batch_too_large_to_be_copied_is_asked_for_again(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than computed again from what the step has written: the next attempt, with fresh data, is right."""
+    monkeypatch.setattr("w5xde_async.compute.engine._COPIED_BYTES", 0)
+    wanted = job(loss=None, step=writing, model=lambda: nn.Linear(8, 3))
+    engine = Engine(wanted)
+    with pytest.raises(LeafError, match=r"wrote into its batch .*batch\.clone"):
+        engine.compute(task(leaves((4, 4)), (4, 4), packed=packed), lambda *_: None)
+    outcome = engine.compute(task(leaves((4, 4)), (4, 4), packed=packed), lambda *_: None)
+    expected = naive(wanted, leaves((4, 4)), (4, 4))
+    assert torch.equal(outcome.vectors[0].buckets[0][:24].view(3, 8), expected["weight"])
+
+
 def test_blocks_on_two_threads_take_turns_with_the_random_state() -> None:
     wanted, batches = job(loss=None, step=drawing, model=plain_net), leaves((4,) * 8)
     expected = naive(wanted, batches, (4,) * 8)

@@ -54,6 +54,10 @@ from w5xde_async.users_code import is_interrupt
 
 _MIXED = re.compile(r"\b(?:Double|float64|torch\.DoubleTensor)\b")  # in what torch says of dtypes that do not match
 _COPIED_BYTES = 1 << 20  # of a block's batch
+_WRITTEN = (
+    "the step wrote into its batch before the block had to be computed again, so that its data is no longer there; "
+    "write into a copy (batch.clone())"
+)
 _TOO_FEW = "Expected more than 1 value per channel"
 
 
@@ -289,6 +293,7 @@ class Engine:
     def _compute(self, block: Block) -> ComputedBlock:
         began, self._block = self.clock(), block
         again, refused = False, ""  # what the job's code raised on pieces that were too small for it
+        as_it_came = _versions(block.task.tensors)
         self._halving.begin()
         while True:
             try:
@@ -311,6 +316,8 @@ class Engine:
                     again = True
                 elif not self._halving.lacked() or block.emitted:
                     raise self._failure(block, block.leaf, error, refused) from error
+            if _versions(block.task.tensors) != as_it_came:
+                raise self._failure(block, block.leaf, RuntimeError(_WRITTEN))
             self._transfer.empty_cache()  # not before the error and its frames are gone, which hold what was computed
         metric_names, values = block.reported()
         numbers = self._read([*block.losses, *values])
@@ -346,7 +353,7 @@ class Engine:
             tensors = task.tensors
             if transfer.on_host and sum([tensor.nbytes for tensor in tensors]) <= _COPIED_BYTES:
                 # A step may write into its batch, and the block may have to be computed again. Of more there is no
-                # copy: it is not in what a worker is said to take.
+                # copy, which would not be in what a worker is said to take: such a block is asked for again.
                 tensors = [tensor.clone() for tensor in tensors]
             batches = leaves_of(task.structure, tensors, task.samples, task.packed)
             for index, (samples, batch) in enumerate(batches):
@@ -593,6 +600,11 @@ class Engine:
 
 class _AgainOtherwise(Exception):
     """A block drew from ``random`` or numpy unseeded, or got gradients in parts: it is computed again."""
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each has been written in place, through a view or itself."""
+    return [tensor._version for tensor in tensors]
 
 
 def _run_backward(loss: Tensor, weight: Tensor) -> None:

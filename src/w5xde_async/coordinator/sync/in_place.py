@@ -8,8 +8,8 @@ theirs: on a machine whose workers keep every core busy, the coordinator has no 
 Who computes may depend on the clock only where nothing else does. So the worker is asked first: ``_SETTLED`` steps show
 what a step takes by way of it, and results in the next ``_PROOFS`` are computed here too, at the same parameters, and
 must be the same to the bit. From then on they are computed here, as long as steps take less time so and such a worker
-is present. What fails here, or takes ``_LONGEST_S``, ends it for good: workers compute that, and tell what is wrong
-with it.
+is present. What fails here, takes ``_LONGEST_S``, or changes what all of this process works with (``_SETTINGS``), ends
+it for good: workers compute that, and tell what is wrong with it.
 
 Memory: the model once more, ``MOST_LENT`` result vectors and the activations of one leaf.
 """
@@ -22,6 +22,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,27 @@ _LEFT_TO_WORKERS = (
     "the coordinator computes nothing in place of a worker any more, since step {step} failed there ({error}): workers "
     "compute it, and all that follows"
 )
+
+
+_CHANGES = "it changes {what}, which the whole process works with"
+
+
+_SUBNORMAL = sys.float_info.min / 2
+
+
+def _flushes_denormals() -> bool:
+    return _SUBNORMAL * 1.0 == 0.0
+
+
+#: What a step may change that others here would go on with: the optimizer, first of all. By its name, how it is read
+#: and put back.
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "whether denormal numbers are flushed": (_flushes_denormals, torch.set_flush_denormal),
+    "the precision of matrix products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+}
+_READ = [read for read, _ in _SETTINGS.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +259,7 @@ class InPlace:
             structure=batch.structure, packed=batch.packed,
             tensors=[tensor.clone() for tensor in batch.tensors],  # a step may write into its batch
         )  # fmt: skip
-        before = torch.get_num_threads()
+        before, settings = torch.get_num_threads(), [read() for read in _READ]
         try:
             if threads != before:
                 torch.set_num_threads(threads)
@@ -252,12 +274,22 @@ class InPlace:
                     engine.incoming.copy_groups(self._state)
                     engine.load(range(len(engine.layout.buckets)))
                     self._version = plan.step
-                return engine.compute(task, _nowhere)
+                computed = engine.compute(task, _nowhere)
+            if [read() for read in _READ] == settings:
+                return computed
+            self.release(computed)
+            changed = [
+                what for (what, (read, _)), was in zip(_SETTINGS.items(), settings, strict=True) if read() != was
+            ]
+            raise RuntimeError(_CHANGES.format(what=" and ".join(changed)))
         except (Exception, KeyboardInterrupt, Overdue) as error:  # a worker computes it, and reports what is wrong
             self._tell(_LEFT_TO_WORKERS.format(step=plan.step, error=f"{type(error).__name__}: {error}"[:300]))
             self._over = True
             return None
         finally:
+            for (read, put_back), was in zip(_SETTINGS.values(), settings, strict=True):
+                if read() != was:
+                    put_back(was)
             if torch.get_num_threads() != before:
                 torch.set_num_threads(before)
 
