@@ -83,6 +83,9 @@ class Coordinator:
         self._record, self._runtime = record, runtime or Runtime()
         self.name = name or (Path(run_dir).name if run_dir is not None else type(job.dataset).__name__.lower())
         self._run_path = None if run_dir is None else Path(run_dir)
+        with suppress(FileNotFoundError):  # the directory of this process has been removed
+            # The job's own code may go to another one.
+            self._run_path = self._run_path and self._run_path.absolute()
         self._reference, self._settings = job_reference, settings
         self._outputs = Outputs(
             self.config,

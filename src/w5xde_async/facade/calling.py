@@ -181,7 +181,8 @@ def shown(bus: Bus, mode: LogMode, *, join: Callable[[], str], words: Words, res
         progress(words.of_event(event))
         if isinstance(event, RunStarted) and event.resumed_step and mode != "silent":
             again = 'resume="never" trains anew and keeps it aside'
-            tell(f"goes on from step {event.resumed_step:,} of the run in {event.run_dir} (resume={resume!r}; {again})")
+            where = wording.place(event.run_dir)
+            tell(f"goes on from step {event.resumed_step:,} of the run in {where} (resume={resume!r}; {again})")
 
     unsubscribe = bus.subscribe(show)
     handler = progress.handler()

@@ -7,6 +7,7 @@ peer can steer the terminal. ``paint(style, text)`` adds colour, or gives the te
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -43,6 +44,21 @@ def clean(text: str, *, limit: int = 2000) -> str:
         head = limit // 2
         text = f"{text[:head]}…{text[len(text) - (limit - head) :]}"
     return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _started_in() -> str:
+    try:
+        return os.path.join(os.getcwd(), "")
+    except OSError:  # it has been removed
+        return ""
+
+
+_STARTED_IN = _started_in()  # the job's own code may go elsewhere
+
+
+def place(path: str) -> str:
+    """A path as its reader would type it where the program was started."""
+    return clean(path.removeprefix(_STARTED_IN))
 
 
 def _name(text: str) -> str:
@@ -133,7 +149,7 @@ def header(event: RunStarted, paint: Paint, words: Callable[[str], str] = str) -
         row("steps", f"to step {event.total_steps:,}" if event.total_steps else "until stopped", epochs, resumed),
         row("listening", paint("accent", event.address), clean(event.security)),
         row("memory", f"{size(event.host_bytes)} now", words(_memory(event))),
-        row("files", clean(event.run_dir), "a journal of every step" if event.durability == "journal" else ""),
+        row("files", place(event.run_dir), "a journal of every step" if event.durability == "journal" else ""),
         *([row("dashboard", paint("accent", clean(event.dashboard_link)))] if event.dashboard_link else []),
         "",
     ]
@@ -195,7 +211,7 @@ def line(event: object, paint: Paint) -> str | None:
             return f"{paint('accent', '*')} step {event.step:,} evaluated: {_metrics(event.metrics)} {took}{best}"
         case events.CheckpointSaved():
             cost = paint("dim", f"({size(event.nbytes)}, {brief(event.seconds)}, paused {brief(event.pause_s)})")
-            return f"{paint('dim', '*')} step {event.step:,} saved: {clean(event.path)} {cost}"
+            return f"{paint('dim', '*')} step {event.step:,} saved: {place(event.path)} {cost}"
         case events.CheckpointFailed():
             text = f"no checkpoint of step {event.step:,}: {clean(event.reason)}"
             if event.safe_step is not None:
@@ -290,9 +306,9 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint, whole: bool = 
         lines.append(row("leaves", *tip))
     if event.best is not None:
         found = f"{_name(event.best.metric)} {_value(event.best.value)} at step {event.best.step:,}"
-        lines.append(row("best", found, clean(event.best.path)))
+        lines.append(row("best", found, place(event.best.path)))
     places = {"model": event.model_path, "metrics": event.metrics_path, "plot": event.plot_path}
-    lines += [row(label, clean(path)) for label, path in places.items() if path]
+    lines += [row(label, place(path)) for label, path in places.items() if path]
     if event.digest:
         lines.append(row("digest", event.digest))
     if event.shares:
