@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.support import jobs, reference
 from tests.support.cluster import settings, train
 from tests.support.proxy import FaultProxy
 from tests.support.scripted import scripted, settle
+from torch import Tensor, nn
 
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import JobError, LocalError, RefusalCode, Refused, StoreError, Unreachable, UpdateFailed
@@ -116,6 +118,22 @@ async def test_blocks_computed_on_the_loop_give_the_same_bits(name: str) -> None
         await asyncio.gather(*workers)
         result = await coordinator.wait()
     assert result.digest == reference.digest(jobs.ALL[name]())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+async def test_a_worker_of_several_threads_computes_nothing_on_the_loop(threads: int) -> None:
+    """OpenMP would have helpers for both threads, more than cores, and put them to sleep at every operation."""
+    computed_by: set[int] = set()
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        computed_by.add(threading.get_ident())
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    job = replace(jobs.mlp_sgd(), step=step, loss=None)
+    async with Coordinator(job, config=settings()) as coordinator:
+        await Worker(coordinator.address, job=job, config=replace(WORKER, inline_block_s=0.1, threads=threads)).run()
+        await coordinator.wait()
+    assert (threading.get_ident() in computed_by) == (threads == 1)
 
 
 async def test_a_fault_of_ours_while_a_member_is_served_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ async def test_shared_memory_is_the_devices_own_source_and_target(
 ) -> None:
     """Copies go straight from the coordinator's parameters and to where it reads results; where CUDA does not take such
     memory, they wait. The bits are the plain loop's, and nothing stays registered."""
-    monkeypatch.setattr("w5xde_async.coordinator.run.startup._SMALL_BYTES", 0)
+    monkeypatch.setattr("w5xde_async.params.layout._SMALL_BYTES", 0)
     make, cuda.refuses, most = jobs.ALL[name], refuses, 0
     register = cuda.cudaHostRegister
 

@@ -149,7 +149,7 @@ async def test_the_bits_are_those_of_one_process_and_nothing_travels(norm_gate: 
 @pytest.mark.parametrize("make", [jobs.odd, jobs.cnn_sgd, jobs.gpt_sgd, jobs.accumulated, jobs.fp16, jobs.words])
 async def test_every_kind_of_model(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Job]) -> None:
     """Frozen, unused and tied parameters, other dtypes, integer buffers, a loss scale; however small the model is."""
-    monkeypatch.setattr("w5xde_async.coordinator.run.startup._SMALL_BYTES", 0)
+    monkeypatch.setattr("w5xde_async.params.layout._SMALL_BYTES", 0)
     result, links = await trained(make())
     assert links == ["shm", "shm"]
     assert result.digest == named_digest(reference.train(make(), result.step)[0])

@@ -88,7 +88,7 @@ async def test_defaults(name: str) -> None:
 @pytest.mark.parametrize("name", ["cnn_adamw", "odd", "accumulated"])
 async def test_in_memory_that_the_coordinator_has_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies go straight from its parameters, and to where it reads results. The bits are those that TCP carries."""
-    monkeypatch.setattr("w5xde_async.coordinator.run.startup._SMALL_BYTES", 0)
+    monkeypatch.setattr("w5xde_async.params.layout._SMALL_BYTES", 0)
     digests = []
     for link in ("shm", "tcp", "shm"):
         config = CoordinatorConfig(port=0, max_time_s=100.0, bucket_bytes=64 << 10)
@@ -102,7 +102,7 @@ async def test_in_memory_that_the_coordinator_has_too(name: str, monkeypatch: py
 @pytest.mark.parametrize("link", ["shm", "tcp"] if not unsupported() else ["tcp"])
 @pytest.mark.parametrize("name", ["cnn_adamw", "mlp_sgd", "odd", "clipped", "fp16"])
 async def test_an_optimizer_that_steps_on_the_device(name: str, link: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("w5xde_async.coordinator.run.startup._SMALL_BYTES", 0)
+    monkeypatch.setattr("w5xde_async.params.layout._SMALL_BYTES", 0)
     config = CoordinatorConfig(port=0, max_time_s=100.0, bucket_bytes=64 << 10, update_device=str(DEVICE))
     job = replace(calm("mlp_adamw"), gradient_clip_val=0.1) if name == "clipped" else calm(name)
     _, trained = await train(job, config, link=link)

@@ -65,7 +65,7 @@ class _Link:
     bytes_sent = bytes_received = 0
     figures = None
     certificate = b""
-    encrypted = False
+    encrypted = same_host = False
 
     def __init__(self, peer: str) -> None:
         self.peer = peer

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
+import torch
 
 from w5xde_async import openmp
 
@@ -31,3 +33,30 @@ def test_what_the_environment_says_counts_for_all(name: str, value: str, monkeyp
     openmp.wait_without_spinning()
     assert dict(os.environ) == before
     assert openmp.of_others(before) == before
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="only Linux tells of a process's threads")
+def test_helpers_are_released_and_come_again() -> None:
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    seen: list[set[str]] = []
+
+    def compute() -> None:
+        torch.set_num_threads(3)
+        for _ in range(2):
+            before = threads()
+            torch.ones(1 << 20).add_(1)
+            seen.append(threads() - before)
+            openmp.release_helpers()
+            seen.append(threads() & seen[-1])
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert [len(helpers) for helpers in seen] == [2, 0, 2, 0]
+
+
+def test_torch_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
+    openmp.release_helpers()

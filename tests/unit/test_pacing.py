@@ -107,6 +107,22 @@ def test_a_step_that_is_short_is_one_lease() -> None:
     assert not pacing.takes_whole("a", 9)  # it is slower now
 
 
+def test_a_step_is_shared_out_sooner_with_those_whose_memory_is_shared() -> None:
+    pacing = Pacing(PacingConfig(whole_step_s=0.01))
+    for worker in "ab":
+        pacing.takes_work(worker)
+        pacing.observe(worker, 1, 0.001)
+    pacing.near("a")
+    assert pacing.takes_whole("a", 4)
+    assert not pacing.takes_whole("a", 5)
+    assert pacing.takes_whole("b", 9)
+    pacing.takes_work("b", False)
+    assert pacing.takes_whole("a", 9)  # there is nobody to share with
+    pacing.takes_work("b")
+    pacing.left("a")
+    assert pacing.takes_whole("a", 9)  # it may come back by another way
+
+
 seconds = st.floats(1e-9, 1e6)
 
 

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from w5xde_async.errors import MalformedFrame
 
 ALIGN_BYTES = 64
+_SMALL_BYTES = 64 << 10  # of a result
 MAX_LAYOUT_BYTES = 64 << 20  #: of a layout's description
 # Of a layout that came over a network:
 _MAX_BUCKETS = 1 << 20
@@ -192,6 +193,11 @@ class Layout:
     def vector_bytes(self) -> int:
         """Bytes of one block's whole result."""
         return self.vector_offsets[-1]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a result travels within a machine as fast as it is told of."""
+        return self.vector_bytes <= _SMALL_BYTES
 
     @cached_property
     def state_bytes(self) -> int:

@@ -6,6 +6,7 @@ keep a lease from costing more than its work: ``target_lease_s``, and four times
 every worker can still have a block of that size, and ``min_lease_s`` as long as it is no more than a fair share of the
 whole step, by the quickest of the worker's last leases: a leaf that waits for a processor takes longer, but a lease
 costs no less. A step that takes a worker no longer than ``whole_step_s`` is one lease: to share it would cost more.
+With those that are ``near`` it costs half of that.
 
 A result is as large as the model, however small its block. Where it takes longer on its way than a leaf to compute, its
 worker has one lease a step, sized by both (``plan.sharing``).
@@ -39,6 +40,7 @@ _NEGLIGIBLE_S = 0.005  # no line is slow on which a result takes less
 _COMPUTES = 4.0  # times as long as its result is on its way: a lease, as long as that is no more than a share
 _ALONE_S = 5.0  # of work that who computes alone has at once: nobody else is to have some of it
 _COLLAPSED = 2.0  # times slower
+_NEAR = 0.5  # what a lease costs such a worker, beside one over a line
 _FADES = 0.95  # what is believed of a line's slowness after each step in which it was not used
 
 
@@ -159,6 +161,7 @@ class Pacing:
     _results_s: _InOrder = field(default_factory=_InOrder)  # these in order
     _least: dict[str, int] = field(default_factory=dict)  # of islands -> leaves that a lease should have
     _most_s: dict[str, float] = field(default_factory=dict)  # worker -> seconds that a lease of its may take
+    _near: set[str] = field(default_factory=set)
     _leaves_per_s: float = 0.0  # all of those together
     _changes: int = 0  # since that was added up anew
 
@@ -275,6 +278,7 @@ class Pacing:
         self._gone[worker] = None
         self._least.pop(worker, None)  # an island never comes back
         self._most_s.pop(worker, None)
+        self._near.discard(worker)
         self._compare(worker)
         if len(self._gone) > _MOST_KNOWN:
             forgotten = next(iter(self._gone))
@@ -349,10 +353,20 @@ class Pacing:
         wanted = min(wanted, self._most_s.get(worker, math.inf) / leaf_s)
         return 1 << max(int(wanted), 1).bit_length() - 1
 
+    def near(self, worker: str) -> None:
+        """Parameters and results are its own as soon as they are told of, until it has ``left``: it shares the
+        coordinator's memory, or its machine and they are small."""
+        self._near.add(worker)
+
+    def whole_step_s(self, worker: str) -> float:
+        """A step that takes ``worker`` less than this is not shared out."""
+        shared = worker in self._near and len(self._workers) > 1
+        return self.config.whole_step_s * (_NEAR if shared else 1.0)
+
     def takes_whole(self, worker: str, step_leaves: int) -> bool:
         """Whether a step of so many leaves is so short for ``worker`` that it is not shared out."""
         leaf_s = self._expected_leaf_s(worker)
-        return leaf_s is not None and 0 < step_leaves * leaf_s < self.config.whole_step_s
+        return leaf_s is not None and 0 < step_leaves * leaf_s < self.whole_step_s(worker)
 
     def fair_leaves(self, worker: str, step_leaves: int) -> int:
         """Leaves of a step that are ``worker``'s share of it, rounded up."""

@@ -21,6 +21,7 @@ from w5xde_async.errors import LinkLost, ProgramRefused, RefusalCode, Refused, R
 from w5xde_async.job import Job
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
+from w5xde_async.openmp import release_helpers
 from w5xde_async.plan.numerics import EXACT, fits, refusal
 from w5xde_async.runtime import Runtime
 from w5xde_async.segments import Segment, Unshared
@@ -114,6 +115,7 @@ class Worker:
         self._joining: asyncio.Task[Joined] | None = None
         self._drain = ""
         self._running = self._has_joined = self._expired = False
+        self._threads = 1  # that the compute thread computes with
 
     def _open_own_data(self) -> OwnData:
         assert self._job is not None
@@ -189,7 +191,9 @@ class Worker:
         current = asyncio.current_task()
         cancelled_before = current.cancelling() if current else 0
         try:
-            await loop.run_in_executor(self._compute, self._begin_thread)  # first: the sandbox's process gets them too
+            release_helpers()  # what loaded the job may have computed
+            # First: the sandbox's process gets them too.
+            self._threads = await loop.run_in_executor(self._compute, self._begin_thread)
             await self._engines.start()
             if self.config.local_data:
                 self._own = await loop.run_in_executor(None, self._open_own_data)
@@ -268,8 +272,13 @@ class Worker:
         self._has_joined = True
         link, welcome = joined.link, joined.welcome
         logger.info("joined run=%s term=%d coordinator=%s", welcome.run_name, welcome.term, link.peer)
-        inline = self._rank is None and is_plain(welcome) and not self._engines.sandboxed and self._device.type == "cpu"
-        inline_s = self.config.inline_block_s if inline else 0.0
+        inline_s = self.config.inline_block_s
+        if self._rank is not None or not is_plain(welcome) or self._engines.sandboxed or self._device.type != "cpu":
+            inline_s = 0.0
+        if self._threads > 1:
+            # GNU's OpenMP has helpers for each thread that computes with more than one. As soon as all of them are more
+            # than the cores, they sleep at every operation, and steps of many small ones take five times as long.
+            inline_s = 0.0
         thread = ComputeThread(
             pool=self._compute, inline_s=inline_s, clock=self._runtime.clock, wait=self._runtime.wait,
             patience_s=None if self._rank is None else _ISLAND_PATIENCE_S,
@@ -345,7 +354,7 @@ class Worker:
             for vector in one.vectors:
                 engine.release(vector)
         threads = await asyncio.get_running_loop().run_in_executor(self._compute, torch.get_num_threads)
-        if self.config.inline_block_s and not self._engines.sandboxed:
+        if self.config.inline_block_s and threads == 1 and not self._engines.sandboxed:
             # The count belongs to the thread, and another count gives other bits: blocks that are computed on the
             # loop must have the compute thread's.
             torch.set_num_threads(threads)
@@ -452,14 +461,16 @@ class Worker:
             )
         return True
 
-    def _begin_thread(self) -> None:
-        """On the compute thread: whatever names no device (pinned memory) would make a context on the first one."""
+    def _begin_thread(self) -> int:
+        """On the compute thread: whatever names no device (pinned memory) would make a context on the first one. How
+        many threads it computes with."""
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         if self.config.deterministic:
             use_deterministic_kernels()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        return torch.get_num_threads()
 
 
 def _last_word(refused: Refused) -> Departure:

@@ -41,8 +41,6 @@ from w5xde_async.store.state import pack_state
 from w5xde_async.updates.asynchronous import delay_warning
 from w5xde_async.wire.handshake import NONCE_BYTES
 
-_SMALL_BYTES = 64 << 10  # of a result
-
 
 def prepare(
     job: Job,
@@ -148,7 +146,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step
 
 def _segment(layout: Layout) -> Segment | None:
     """Where parameters lie that workers of this machine read; None where they travel as fast as they are told of."""
-    if layout.vector_bytes <= _SMALL_BYTES:
+    if layout.is_small:
         return None
     try:
         return Segment("parameters", FlatState.nbytes(layout), os.urandom(NONCE_BYTES))

@@ -46,7 +46,7 @@ _PROOFS = 4
 _MOST_KINDS = 16  # of workers that are compared
 _MOST_BYTES = 4 << 20  # of a result, and of the model, which is copied on the loop
 _SLOWER = 1.1  # than steps by way of workers: medians of different moments differ by as much, for nothing
-_MOST_PATIENCE = 256  # steps by way of workers, before it is tried again
+_MOST_PATIENCE = 4096  # steps by way of workers, before it is tried again
 _LONGEST_S = 5.0
 MOST_LENT = 4  #: results that wait for their step's end where they were summed; others are copied
 

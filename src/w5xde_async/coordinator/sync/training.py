@@ -697,7 +697,8 @@ class SyncTraining:
             return
         grant, done, short_s = finished.grant, finished.done, self.pacing.config.whole_step_s
         work_s = done.compute_s / grant.block.num_leaves * step.plan.num_leaves
-        if grant.block.num_leaves == step.plan.num_leaves and done.compute_s < short_s:
+        whole_s = self.pacing.whole_step_s(grant.worker)
+        if grant.block.num_leaves == step.plan.num_leaves and done.compute_s < whole_s:
             in_place.watch(finished.session, done, whole=True)
         elif (
             in_place.watches
@@ -781,6 +782,8 @@ class SyncTraining:
             said.device.partition(":")[0], said.device_name, said.threads, said.torch_version, said.numerics
         )
         self.verification.joined(session.worker_id, machine, session.identity, session.place[0])
+        if session.shared is not None or (session.link.same_host and self.context.layout.is_small):
+            self.pacing.near(session.worker_id)
         if session.island is not None:
             self.pacing.at_least(session.worker_id, session.island.least_leaves)
         # A number under this rule is a step's: no other version of the term has it.
