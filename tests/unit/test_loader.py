@@ -263,6 +263,22 @@ async def test_random_datasets_are_the_same_whoever_reads_them() -> None:
     assert await read_all(Rows(), loader_threads=1) != expected
 
 
+async def test_samples_are_the_same_with_any_number_of_torchs_threads() -> None:
+    """A large sum has other bits for each of them; readers compute by themselves, threads as processes do."""
+
+    class Summing(Rows):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return (numbers * (index + 0.1)).sum(), torch.tensor(torch.get_num_threads())
+
+    numbers = torch.rand(1 << 20, generator=torch.Generator().manual_seed(1))
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found += [await read_all(Summing(), loader_threads=2), await read_all(Summing(), loader_processes=1)]
+    assert {threads for batch in found[0] for threads in batch[1]} == {1}
+    assert found[0] == found[1] == found[2] == found[3]
+
+
 async def test_a_dataset_that_does_not_draw_is_read_side_by_side() -> None:
     """After 64 samples: readers wait for each other inside the dataset, which takes two at once."""
     both = threading.Barrier(2, timeout=5)

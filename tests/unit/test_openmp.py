@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,3 +61,22 @@ def test_helpers_are_released_and_come_again() -> None:
 def test_torch_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda name: object())
     openmp.release_helpers()
+
+
+def test_alone_a_thread_computes_by_itself_and_others_do_not() -> None:
+    def others() -> int:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.get_num_threads).result()
+
+    seen: list[int] = []
+
+    def compute() -> None:
+        torch.set_num_threads(3)
+        with openmp.alone():
+            seen.extend((torch.get_num_threads(), others()))
+        seen.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert seen == [1, 3, 3]

@@ -23,6 +23,7 @@ from w5xde_async.data.config import ReadersConfig
 from w5xde_async.data.stream import AT_FAULT, StreamReader
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job, load_job, made_by
+from w5xde_async.openmp import alone
 from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.runtime import thread_pool
 from w5xde_async.users_code import users_code
@@ -168,7 +169,7 @@ def _fetch(job: Job, indices: Any, stream: StreamReader | None = None) -> Read:
     collate: Callable[[list[Any]], Any] = job.collate or default_collate
     many = getattr(job.dataset, "__getitems__", None) if stream is None else stream.read
     try:
-        with users_code():
+        with users_code(), alone():
             if many is not None:
                 samples = many(numbers)
             else:

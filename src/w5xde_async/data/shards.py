@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 
 from w5xde_async.compute.batch import flatten, on_host
 from w5xde_async.job import Job
+from w5xde_async.openmp import alone
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.randomness import random_state, seed_all
@@ -61,7 +62,7 @@ def _digest(job: Job, indices: list[int], total: int) -> tuple[int, int]:
     digest, largest = hashlib.blake2b(str((total, indices)).encode(), digest_size=8), 0
     collate = job.collate or default_collate
     for index in indices:
-        with random_state(), users_code():  # what a dataset draws is seeded by the leaf later
+        with random_state(), alone(), users_code():  # what a dataset draws is seeded by the leaf later
             seed_all(0)
             structure, tensors = flatten(collate([job.dataset[index]]))
         digest.update(structure)
