@@ -20,9 +20,9 @@ def nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_they_sleep_and_those_of_workers_do_as_ever() -> None:
-    openmp.wait_without_spinning()
-    assert os.environ["GOMP_SPINCOUNT"] == "0"
+def test_they_spin_briefly_and_those_of_workers_do_as_ever() -> None:
+    openmp.spin_briefly()
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
     assert "GOMP_SPINCOUNT" not in openmp.of_others(dict(os.environ))
     assert openmp.of_others({"A": "1"}) == {"A": "1"}
 
@@ -31,7 +31,7 @@ def test_they_sleep_and_those_of_workers_do_as_ever() -> None:
 def test_what_the_environment_says_counts_for_all(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     before = dict(os.environ)
-    openmp.wait_without_spinning()
+    openmp.spin_briefly()
     assert dict(os.environ) == before
     assert openmp.of_others(before) == before
 

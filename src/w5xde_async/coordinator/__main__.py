@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from w5xde_async.errors import ExitCode, W5xdeError
-from w5xde_async.openmp import wait_without_spinning
+from w5xde_async.openmp import spin_briefly
 from w5xde_async.process import attach, exit_code_of, launch, listening, memory_reports, signals, stop_came_early
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _ABANDONED = "ended at once, at step {step}: what was not saved is lost; the sam
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.coordinator") -> int:
     """Train; the result is the exit code."""
-    wait_without_spinning()
+    spin_briefly()
     given = sys.argv[1:] if arguments is None else arguments
     prepare = partial(_prepare, command=f"{prog} {shlex.join(given)}")
     return launch(_kind, given, prog=prog, prepare=prepare, heeds=("SIGUSR1", "SIGHUP"))
