@@ -253,6 +253,42 @@ def test_others_are_told_the_address_that_their_join_file_calls(start: Callable[
     assert program.finish() == ExitCode.OK
 
 
+GOES = """
+import os
+import torch
+from torch import nn
+from w5xde_async import Job
+
+class Goes(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        if index == 5:
+            os.chdir({elsewhere!r})
+        return torch.full((4,), float(index)), index % 2
+
+def job():
+    return Job(model=lambda: nn.Linear(4, 2), dataset=Goes(), loss=nn.functional.cross_entropy, batch_size=4, epochs=2,
+               optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+"""
+
+
+def test_a_job_that_goes_to_another_directory_leaves_its_files_where_they_were_asked_for(
+    start: Callable[..., Program], tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "train.py").write_text(GOES.format(elsewhere=str(elsewhere)))
+    code, text = ended(start("job", "--workers", "1", "--run-dir", "here"))
+    assert code == ExitCode.OK, text
+    assert re.search(r"^  model +here/model.safetensors$", text, re.MULTILINE), text
+    assert {"model.safetensors", "metrics.jsonl", "checkpoints"} <= {
+        path.name for path in (tmp_path / "here").iterdir()
+    }
+    assert not list(elsewhere.iterdir())
+
+
 def test_a_trainer_of_transformers_is_trained_by_the_program(start: Callable[..., Program], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINER)
     program = start("job", "--workers", "1")

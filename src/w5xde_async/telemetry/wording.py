@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from itertools import islice
 from operator import add
 
@@ -46,19 +46,18 @@ def clean(text: str, *, limit: int = 2000) -> str:
     return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
+@cache
 def _started_in() -> str:
+    """Asked first as the run starts: the job's own code may go elsewhere later."""
     try:
         return os.path.join(os.getcwd(), "")
     except OSError:  # it has been removed
         return ""
 
 
-_STARTED_IN = _started_in()  # the job's own code may go elsewhere
-
-
 def place(path: str) -> str:
     """A path as its reader would type it where the program was started."""
-    return clean(path.removeprefix(_STARTED_IN))
+    return clean(path.removeprefix(_started_in()))
 
 
 def _name(text: str) -> str:
