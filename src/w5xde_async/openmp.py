@@ -7,27 +7,20 @@ import os
 from contextlib import suppress
 
 _SPINS = "GOMP_SPINCOUNT"
-_ours = False  # who has set it
 
 
 def spin_briefly() -> None:
     """Let OpenMP's threads soon sleep where they wait for each other, unless the environment says how they wait.
 
-    By default one that waits spins for milliseconds. Where every core has work, as on a machine with its workers, it
-    spins while the thread that it waits for has no core, at every operation. An update of Adam (10.9 million values)
-    with two threads beside two busy processes took 63 ms so, 74 when they slept at once, 33 like this and 31 with one
-    thread. Small operations follow each other too closely to sleep between them: a step of 17 layers of 128 units took
-    1.95, 10.9 and 2.2 ms. To be called before torch is imported (GNU's OpenMP, which torch for Linux has).
+    By default one that waits spins for milliseconds. Where others want the cores too, workers or anybody, it spins
+    while the thread that it waits for has none, at every operation. Small operations follow each other too closely to
+    sleep between them. A step of 17 layers of 128 units with two threads on two cores took 1.95 ms by default, 10.9
+    where they slept at once, and 2.2 like this; beside three busy processes 66, 11 (after a tenth of this) and 23. An
+    update of Adam (10.9 million values) beside two took 63, 74 and 33 ms, and 31 with one thread. To be called before
+    torch is imported (GNU's OpenMP, which torch for Linux has).
     """
-    global _ours
     if not {_SPINS, "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ[_SPINS] = "1000"  # some 20 to 50 us
-        _ours = True
-
-
-def of_others(environment: dict[str, str]) -> dict[str, str]:
-    """The environment for a process that has its cores to itself: without what was set here."""
-    return {name: value for name, value in environment.items() if name != _SPINS or not _ours}
 
 
 def release_helpers() -> None:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from w5xde_async.errors import ExitCode
-from w5xde_async.openmp import of_others
 from w5xde_async.runtime import start_process
 
 logger = logging.getLogger(__name__)
@@ -219,7 +218,7 @@ class LocalWorkers:
         if self._data_dir is not None:
             command += ["--data-dir", str(self._data_dir)]
         # The child's environment is ours, with this run's token in place of wherever ours came from.
-        environment = {key: value for key, value in of_others(dict(os.environ)).items() if key not in _SECRETS}
+        environment = {key: value for key, value in os.environ.items() if key not in _SECRETS}
         return await start_process(
             *command, PRESTARTED, str(os.getpid()), stdin=PIPE, stdout=PIPE, stderr=STDOUT, env=environment,
             limit=_LINE_BYTES, **_apart(),

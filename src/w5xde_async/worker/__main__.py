@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from w5xde_async.cluster.worker_processes import PRESTARTED
 from w5xde_async.errors import DeviceLost, ExitCode, RefusalCode, Refused, Unreachable, UsageError, W5xdeError
+from w5xde_async.openmp import spin_briefly
 from w5xde_async.process import CTRL_C, attach, exit_code_of, launch, memory_reports, signals, use_batch_scheduling
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _LEVELS = {"silent": logging.WARNING, "normal": logging.INFO, "verbose": logging
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.worker") -> int:
     """Work until the run is finished; the result is the exit code."""
+    spin_briefly()
     given = sys.argv[1:] if arguments is None else arguments
     if list(given[-2:-1]) == [PRESTARTED]:
         given = _prestarted(given[:-2])

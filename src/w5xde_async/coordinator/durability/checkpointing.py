@@ -18,6 +18,7 @@ from typing import Protocol
 from w5xde_async.coordinator.durability.journal_writer import REMIND_S, RETRY_S, JournalWriter
 from w5xde_async.coordinator.training import Commit, Training
 from w5xde_async.errors import JobError, StoreError, W5xdeError
+from w5xde_async.openmp import release_helpers
 from w5xde_async.store.checkpoint import CheckpointStore, Record, SavedCheckpoint
 from w5xde_async.store.journal import Position
 from w5xde_async.store.rundir import Superseded
@@ -124,6 +125,7 @@ class Checkpointing:
             began = time.perf_counter()
             with users_code():  # an optimizer's and a scheduler's state_dict()
                 record = self._state.record(step, samples)
+            release_helpers()
             return record, time.perf_counter() - began, self._state.version
 
         return self._training.aggregator.submit(copy)

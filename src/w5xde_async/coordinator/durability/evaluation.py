@@ -20,6 +20,7 @@ from w5xde_async.coordinator.durability.journal_writer import JournalWriter
 from w5xde_async.coordinator.training import Commit, Parameters
 from w5xde_async.errors import JobError, in_one_line
 from w5xde_async.job import Job
+from w5xde_async.openmp import release_helpers
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import Steps
@@ -53,18 +54,21 @@ class Evaluator:
                 except (TypeError, ValueError, RuntimeError):
                     raise TypeError(f"metric {name!r} is {described(value)}; it must be a number") from None
 
-        with users_code(), torch.no_grad():
-            for entry, tensor in zip(self._layout.entries, state_of(model, self._layout), strict=True):
-                tensor.copy_(snapshot[entry.name])
-            model.eval()
-            if self._draws is None:
-                self._draws = draws_random(run, seed)
-            elif self._draws:
-                with random_state():
-                    seed_all(seed)
+        try:
+            with users_code(), torch.no_grad():
+                for entry, tensor in zip(self._layout.entries, state_of(model, self._layout), strict=True):
+                    tensor.copy_(snapshot[entry.name])
+                model.eval()
+                if self._draws is None:
+                    self._draws = draws_random(run, seed)
+                elif self._draws:
+                    with random_state():
+                        seed_all(seed)
+                        run()
+                else:
                     run()
-            else:
-                run()
+        finally:
+            release_helpers()  # or who computes steps meanwhile would wait asleep between operations
         return found
 
     @property

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from w5xde_async.coordinator.training import RunContext
 from w5xde_async.errors import LeafFailed, UpdateFailed
+from w5xde_async.openmp import release_helpers
 from w5xde_async.updates.sync import SchedulerFailed
 
 _T = TypeVar("_T")
@@ -46,7 +47,10 @@ class ParameterOwner:
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of every tensor, by entry name. To be submitted."""
         with torch.no_grad():
-            return {entry.name: view.clone() for entry, view in zip(self.layout.entries, self.state.views, strict=True)}
+            views = zip(self.layout.entries, self.state.views, strict=True)
+            copies = {entry.name: view.clone() for entry, view in views}
+        release_helpers()
+        return copies
 
     async def aclose(self) -> None:
         """Wait for the thread."""
