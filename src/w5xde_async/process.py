@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from w5xde_async.errors import DeviceLost, DiskHangs, ExitCode, LeafFailed, UpdateFailed, UsageError, W5xdeError
+from w5xde_async.users_code import heard
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +260,8 @@ def signals(
     try:
         if early:
             received(early[0])
-        yield
+        with heard():
+            yield
     finally:
         ending = _Ending()
         for number in numbers:

@@ -17,9 +17,23 @@ def is_interrupt(error: BaseException) -> bool:
     """Whether ``error``, met in code of the user's, came from outside of that code: Ctrl-C in the main thread.
 
     A task's cancellation arrives where it awaits, never inside of a call. A CancelledError, SystemExit or GeneratorExit
-    out of a call is therefore the called code's own failure.
+    out of a call is therefore the called code's own failure. So is a KeyboardInterrupt where Ctrl-C is ``heard``.
     """
-    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+    if heard.count or not isinstance(error, KeyboardInterrupt):
+        return False
+    return threading.current_thread() is threading.main_thread()
+
+
+class heard:
+    """Meanwhile the event loop is told of SIGINT, which raises nothing in whatever is being called."""
+
+    count = 0
+
+    def __enter__(self) -> None:
+        heard.count += 1
+
+    def __exit__(self, *_: object) -> None:
+        heard.count -= 1
 
 
 class users_code:

@@ -269,6 +269,7 @@ class Goes(torch.utils.data.Dataset):
         return torch.full((4,), float(index)), index % 2
 
 def job():
+    os.chdir({elsewhere!r})
     return Job(model=lambda: nn.Linear(4, 2), dataset=Goes(), loss=nn.functional.cross_entropy, batch_size=4, epochs=2,
                optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
 """
@@ -287,6 +288,37 @@ def test_a_job_that_goes_to_another_directory_leaves_its_files_where_they_were_a
         path.name for path in (tmp_path / "here").iterdir()
     }
     assert not list(elsewhere.iterdir())
+
+
+INTERRUPTS = """
+import torch
+from torch import nn
+from w5xde_async import Job
+
+calls = 0
+
+def step(model, batch):
+    global calls
+    calls += 1
+    if calls > 50:
+        raise KeyboardInterrupt
+    return model(batch[0]).sum()
+
+def job():
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 4))
+    return Job(model=lambda: nn.Linear(4, 2), dataset=data, step=step, batch_size=4, epochs=100,
+               optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+"""
+
+
+def test_an_interrupt_that_a_step_raises_itself_is_its_failure(start: Callable[..., Program], tmp_path: Path) -> None:
+    """No worker takes it for Ctrl-C and leaves for good."""
+    (tmp_path / "train.py").write_text(INTERRUPTS)
+    same = ("--workers", "1", "--worker-threads", "1", "--short-steps", "workers")  # on its main thread, as it is short
+    code, text = ended(start("job", *same))
+    assert code == ExitCode.ERROR, text
+    assert "leaf 0: KeyboardInterrupt (train.py:" in text, text
+    assert "Task exception" not in text
 
 
 def test_a_trainer_of_transformers_is_trained_by_the_program(start: Callable[..., Program], tmp_path: Path) -> None:

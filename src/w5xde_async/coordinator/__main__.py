@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from w5xde_async.errors import ExitCode, W5xdeError
@@ -72,7 +73,9 @@ def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Call
     from w5xde_async.cluster.worker_processes import LocalWorkers
     from w5xde_async.telemetry.events import Bus, Warned
     from w5xde_async.telemetry.progress import Progress, ProgressConfig
+    from w5xde_async.telemetry.wording import started_in
 
+    run_dir = settings.run_dir and Path(started_in(), settings.run_dir)  # the job's file may go elsewhere
     dumb = os.environ.get("TERM") == "dumb"
     color = not os.environ.get("NO_COLOR") and not dumb
     progress = Progress(settings.make(ProgressConfig, color=color), terminal=False if dumb else None)
@@ -98,7 +101,7 @@ def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Call
         bus = Bus()
         bus.subscribe(progress)
         coordinator = Coordinator(
-            job, run_dir=settings.run_dir, name=settings.name or "", config=config, bus=bus, job_reference=reference,
+            job, run_dir=run_dir, name=settings.name or "", config=config, bus=bus, job_reference=reference,
             settings=to_mapping(settings),
         )  # fmt: skip
         stop_reason = ""

@@ -47,8 +47,8 @@ def clean(text: str, *, limit: int = 2000) -> str:
 
 
 @cache
-def _started_in() -> str:
-    """Asked first as the run starts: the job's own code may go elsewhere later."""
+def started_in() -> str:
+    """Where the program was when this was asked first, with a separator: the job's own code may go elsewhere."""
     try:
         return os.path.join(os.getcwd(), "")
     except OSError:  # it has been removed
@@ -57,7 +57,7 @@ def _started_in() -> str:
 
 def place(path: str) -> str:
     """A path as its reader would type it where the program was started."""
-    return clean(path.removeprefix(_started_in()))
+    return clean(path.removeprefix(started_in()))
 
 
 def _name(text: str) -> str:
