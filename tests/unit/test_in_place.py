@@ -202,6 +202,47 @@ def test_parts_of_steps_are_computed_here_once_some_were_the_same_to_the_bit() -
     assert rig.in_place.compute_part(rig.plan, Block(0, rig.plan.num_leaves)) is None
 
 
+def test_short_steps_are_shared_out_where_that_is_faster() -> None:
+    rig = Rig()
+
+    def takes(seconds: float) -> None:
+        """So long a step, until they are compared."""
+        rig.in_place._by, rig.in_place._computed, rig.in_place.whole = session(), True, not rig.in_place.shares
+        rig.in_place._there.extend([9.0] * in_place._SETTLED)
+        rig.in_place._leaf_s.append(0.001)
+        for _ in range(in_place._SETTLED):
+            rig.in_place._computed = True
+            rig.in_place.took(seconds, 2, 0.004)
+
+    takes(0.0030)
+    assert not rig.in_place.shares  # that is tried
+    assert not rig.stands_in  # and proven anew
+    takes(0.0034)
+    assert rig.in_place.shares
+    for _ in range(in_place._WEIGHED - 1):
+        takes(0.0030)
+        assert rig.in_place.shares
+    takes(0.0030)
+    assert not rig.in_place.shares  # tried again
+    takes(0.0020)
+    assert not rig.in_place.shares
+    takes(0.0034)
+    assert rig.in_place.shares
+    takes(0.0040)
+    assert not rig.in_place.shares
+    for _ in range(4 * in_place._WEIGHED - 1):
+        takes(0.0020)
+        assert not rig.in_place.shares
+    takes(0.0020)
+    assert rig.in_place.shares
+    rig.in_place._known.clear()
+    rig.in_place._leaf_s.extend([0.003] * in_place._SETTLED)
+    for _ in range(in_place._SETTLED):
+        rig.in_place._computed = True
+        rig.in_place.took(0.0030, 2, 0.004)
+    assert rig.in_place.shares  # it is not short
+
+
 def test_one_bit_of_a_part_is_enough_to_leave_all_to_the_worker() -> None:
     rig, worker = Rig(), session()
     rig.members.append(worker)

@@ -161,6 +161,7 @@ class Pacing:
     _results_s: _InOrder = field(default_factory=_InOrder)  # these in order
     _least: dict[str, int] = field(default_factory=dict)  # of islands -> leaves that a lease should have
     _most_s: dict[str, float] = field(default_factory=dict)  # worker -> seconds that a lease of its may take
+    shares_short: bool = True  #: whether steps that one could take are shared out with those that are ``near``
     _near: set[str] = field(default_factory=set)
     _leaves_per_s: float = 0.0  # all of those together
     _changes: int = 0  # since that was added up anew
@@ -360,7 +361,7 @@ class Pacing:
 
     def whole_step_s(self, worker: str) -> float:
         """A step that takes ``worker`` less than this is not shared out."""
-        shared = worker in self._near and len(self._workers) > 1
+        shared = self.shares_short and worker in self._near and len(self._workers) > 1
         return self.config.whole_step_s * (_NEAR if shared else 1.0)
 
     def takes_whole(self, worker: str, step_leaves: int) -> bool:

@@ -47,6 +47,8 @@ _MOST_KINDS = 16  # of workers that are compared
 _MOST_BYTES = 4 << 20  # of a result, and of the model, which is copied on the loop
 _SLOWER = 1.1  # than steps by way of workers: medians of different moments differ by as much, for nothing
 _MOST_PATIENCE = 4096  # steps by way of workers, before it is tried again
+_BESIDE_S = 0.0005  # what a whole step takes here beside its leaves
+_WEIGHED, _MOST_WEIGHED = 16, 256  # times that steps are compared, before what was slower is tried again
 _LONGEST_S = 5.0
 MOST_LENT = 4  #: results that wait for their step's end where they were summed; others are copied
 
@@ -105,7 +107,12 @@ class InPlace:
         self._over = rule.layout.vector_bytes > _MOST_BYTES or job.local_data is not None
         self._proofs: dict[_Kind, int] = {}  # steps that were the same to the bit; -1: one was not
         self._by: Session | None = None  # in whose place something is computed
-        self.whole = False  #: that is whole steps; else the leases of this worker, or of another that takes its place
+        self.whole = False  #: that is whole steps; else the leases of this worker, or of one that takes its place
+        #: Whether steps that are short, but not very (``whole_step_s`` of ``took``), are shared out.
+        self.shares = True
+        self._known: dict[bool, float] = {}  # seconds of such a step that is shared out, and of one that is not
+        self._weighed, self._until = 0, _WEIGHED
+        self._leaf_s: deque[float] = deque(maxlen=_SETTLED)  # that leaves take here
         self._kind: _Kind | None = None  # its kind
         self._limit = time_limit(_LONGEST_S, stuck=_end)
         self._settles = self._patience = _SETTLED  # steps by workers before the first one that is compared
@@ -164,12 +171,18 @@ class InPlace:
         kind = _kind(session)
         return kind is not None and self._proofs.get(kind, 0) >= 0 and len(self._proofs) < _MOST_KINDS
 
-    def took(self, seconds: float) -> None:
-        """A step was committed that long after the one before."""
+    def took(self, seconds: float, leaves: int = 1, whole_step_s: float = 0.0) -> None:
+        """A step of so many leaves was committed that long after the one before. One that takes less than
+        ``whole_step_s`` need not be shared out."""
         if self._computed:
             self._here.append(seconds)
             if len(self._here) == _SETTLED:
-                if statistics.median(self._here) > _SLOWER * statistics.median(self._there):
+                step_s, leaf_s = statistics.median(self._here), statistics.median(self._leaf_s)
+                short = leaves * leaf_s + _BESIDE_S < whole_step_s
+                if short and not (self.whole and self.shares) and self._is_slower(step_s):
+                    self.shares, self._by, self._settles = not self.shares, None, _SETTLED
+                    self._there.clear()
+                elif self._there and step_s > _SLOWER * statistics.median(self._there):
                     self._patience = min(4 * self._patience, _MOST_PATIENCE)  # a busy machine may have both later
                     self._settles, self._by = self._patience, None
                 self._here.clear()
@@ -178,6 +191,19 @@ class InPlace:
             self._there.append(seconds)
         self._watched = self._batch = None
         self._computed = self._compared = False
+
+    def _is_slower(self, step_s: float) -> bool:
+        """Whether steps are to be computed the other way, shared out or not, as they took ``step_s`` this way: that was
+        faster, or is to be tried."""
+        self._known[self.shares] = step_s
+        self._weighed += 1
+        other_s, again = self._known.get(not self.shares), self._weighed >= self._until
+        if other_s is not None and not again and step_s <= _SLOWER * other_s:
+            return False
+        if again:
+            self._until = min(4 * self._until, _MOST_WEIGHED)
+        self._weighed = 0
+        return True
 
     # -- how -----------------------------------------------------------------------------------------------
 
@@ -276,6 +302,7 @@ class InPlace:
                     self._version = plan.step
                 computed = engine.compute(task, _nowhere)
             if [read() for read in _READ] == settings:
+                self._leaf_s.append(computed.compute_s / block.num_leaves)
                 return computed
             self.release(computed)
             changed = [

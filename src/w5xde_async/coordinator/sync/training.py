@@ -461,7 +461,8 @@ class SyncTraining:
         seconds, self._last_commit = now - self._last_commit, now
         self._watch_update(seconds, phases_s["apply"])
         if self._in_place is not None:
-            self._in_place.took(seconds)
+            self._in_place.took(seconds, plan.num_leaves, self.pacing.config.whole_step_s)
+            self.pacing.shares_short = self._in_place.shares
         self.roster.contributions.skip(applied.skipped)
         if applied.skipped and self.rule.scale is None:
             self.phase.warn(f"step {self.version} was skipped: its gradient is not finite")
