@@ -33,8 +33,9 @@ def pin(memory: Tensor, device: torch.device, *, read_only: bool = False) -> boo
             return False
 
     def unpin() -> None:
-        # Else CUDA would take what is mapped there next for these pages.
+        # Else CUDA would take what is mapped there next for these pages. Copies may be under way.
         with suppress(RuntimeError), _cuda.device(device):
+            _cuda.synchronize(device)
             runtime.cudaHostUnregister(address)
 
     before_unmapped(memory, unpin)

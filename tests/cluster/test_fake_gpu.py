@@ -98,8 +98,11 @@ async def test_shared_memory_is_the_devices_own_source_and_target(
 
 
 @pytest.mark.parametrize(
-    "update", [{"codec": "lz4", "downlink": "lz4"}, {"rule": "local", "inner_steps": 3, "codec": "int8"}]
-)
+    "update",
+    [{"codec": "lz4", "downlink": "lz4"}, {"rule": "local", "inner_steps": 3, "codec": "int8"}, {"codec": "int4"},
+     {"codec": "topk:0.1"}, {"codec": "lz4:int8", "feedback": False}],
+    ids=str,
+)  # fmt: skip
 async def test_local_steps_and_codecs_on_late_streams(update: dict[str, Any], cuda: FakeCuda) -> None:
     """The bits are those of a worker on the CPU."""
     digests = []

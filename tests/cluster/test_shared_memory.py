@@ -36,6 +36,7 @@ from w5xde_async.segments import Opened, Unshared, unsupported
 from w5xde_async.telemetry.events import Bus, Event, ResultHeld, WorkerJoined
 from w5xde_async.updates import sync
 from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.updates.on_device import OnDevice
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Params
@@ -274,16 +275,20 @@ async def test_a_step_of_one_block_is_updated_as_it_comes(
 ) -> None:
     """The whole step is one lease's, and links break: whatever was expected of an earlier lease, the bits are right."""
     made, commits, seen = job(max_steps=20, gradient_clip_val=0.5), Commits(), {"expected": 0, "used": 0}
-    expect, divided, apply = SyncRule.expect, sync._divided, SyncRule.apply
+    expect, divided, bring, apply = SyncRule.expect, sync._divided, OnDevice._bring, SyncRule.apply
     done: list[int] = []
 
-    def expecting(rule: SyncRule, *given: Any) -> float:
+    def expecting(rule: SyncRule, *given: Any) -> float | None:
         seen["expected"] += 1
         return expect(rule, *given)
 
     def dividing(*given: Any) -> Any:
         done.append(1)
         return divided(*given)
+
+    def bringing(*given: Any) -> None:
+        done.append(1)
+        bring(*given)
 
     def applying(rule: SyncRule, *given: Any, **named: Any) -> Any:
         done.clear()
@@ -293,6 +298,7 @@ async def test_a_step_of_one_block_is_updated_as_it_comes(
 
     monkeypatch.setattr(SyncRule, "expect", expecting)
     monkeypatch.setattr(sync, "_divided", dividing)
+    monkeypatch.setattr(OnDevice, "_bring", bringing)
     monkeypatch.setattr(SyncRule, "apply", applying)
     monkeypatch.setattr(strategy, "update_device", lambda _: update_device)
     pacing = PacingConfig(target_lease_s=1e6, short_steps="workers")
@@ -307,29 +313,30 @@ async def test_a_step_of_one_block_is_updated_as_it_comes(
         result = await coordinator.wait()
         assert await running is Departure.FINISHED
     assert result.digest == named_digest(reference.train(made)[0])
-    if verification.INLINE_WEIGH_BYTES == 0 and update_device is None:
+    if verification.INLINE_WEIGH_BYTES == 0:
         assert seen["expected"] > 20
         assert seen["used"] > 5
     else:
         assert seen["expected"] == 0
 
 
+@pytest.mark.parametrize("update_device", [None, torch.device("cpu")])
 @pytest.mark.parametrize("audit_fraction", [0.0, 1.0])
 @pytest.mark.parametrize("scale", [3.0, 1e6, math.nan])
 async def test_a_result_that_was_another_when_it_was_weighed(
-    monkeypatch: pytest.MonkeyPatch, scale: float, audit_fraction: float, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, scale: float, audit_fraction: float, update_device: torch.device | None
 ) -> None:
     """A worker shows one result when its buckets are weighed and another when it is compared: what is applied is what
     was judged, so nothing beyond the gate's bound, and with every block compared nothing but the right one."""
     made, vectors = job(max_steps=20), dict[int, Any]()
     share, expect, steps = Engine.share, SyncRule.expect, []
-    held, lies = list[str](), list[float]()
+    held, lies = list[str](), list[int]()
 
     def sharing_(engine: Engine, parameters: Any, given: Any = ()) -> None:
         vectors.update({id(vector): vector for vector in given})
         share(engine, parameters, given)
 
-    def expecting(rule: SyncRule, bucket: int, summed: torch.Tensor, samples: int) -> float:
+    def expecting(rule: SyncRule, bucket: int, summed: torch.Tensor, samples: int) -> float | None:
         steps.append(1)
         if len(steps) < 40 or len(steps) % 7:
             return expect(rule, bucket, summed, samples)
@@ -340,12 +347,13 @@ async def test_a_result_that_was_another_when_it_was_weighed(
                 piece.mul_(scale)
                 norm = expect(rule, bucket, summed, samples)
                 piece.copy_(honest)
-                lies.append(norm)
+                lies.append(1)
                 return norm
         return expect(rule, bucket, summed, samples)
 
     monkeypatch.setattr(Engine, "share", sharing_)
     monkeypatch.setattr(SyncRule, "expect", expecting)
+    monkeypatch.setattr(strategy, "update_device", lambda _: update_device)
     commits = Commits()
     commits.bus.subscribe(lambda event: held.append(event.why) if isinstance(event, ResultHeld) else None)
     pacing = PacingConfig(whole_step_s=1e6, short_steps="workers")

@@ -14,6 +14,7 @@ from tests.support.cluster import settings
 from torch import Tensor
 
 from w5xde_async.codecs.codec import BytePool
+from w5xde_async.codecs.feedback import Feedback
 from w5xde_async.codecs.registry import codec
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import Task
@@ -21,6 +22,7 @@ from w5xde_async.compute.engine import Engine, choose_device
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.job import Job
 from w5xde_async.params.flat import ResultVector
+from w5xde_async.updates.coded import coded_up
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Worker
 
@@ -188,8 +190,9 @@ def test_blocks_of_unusual_models_agree_with_the_cpu(name: str, leaves: int) -> 
         device.close()
 
 
+@pytest.mark.parametrize("left", [False, True], ids=["brought", "left"])
 @pytest.mark.parametrize("name", blocks.JOBS)
-def test_overlapping_copies_change_no_bit(name: str) -> None:
+def test_overlapping_copies_change_no_bit(name: str, left: bool) -> None:
     """Both streams stand still at random, results are read late, memory lacks once (bench/gpu_stress.py does more)."""
     plan, job = blocks.turns(3, 8), blocks.JOBS[name]()
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -200,10 +203,41 @@ def test_overlapping_copies_change_no_bit(name: str) -> None:
             with blocks.one_after_the_other(Engine(job, device=DEVICE, bucket_bytes=blocks.BUCKET_BYTES)) as engine:
                 expected = blocks.play(engine, job, plan)
             with blocks.delayed_at_random(Engine(job, device=DEVICE, bucket_bytes=blocks.BUCKET_BYTES), 3) as engine:
-                actual = blocks.play_again(engine, job, plan, expected.versions, 3)
+                there = coded_up(engine.layout) if left else ()
+                actual = blocks.play_again(engine, job, plan, expected.versions, 3, there)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     assert blocks.differences(expected.blocks, actual.blocks) == []
+
+
+@pytest.mark.parametrize("numel", [5000, 300_000])
+@pytest.mark.parametrize("name", [name for name in CODECS if name not in ("raw", "lz4", "lz4-shuffle")])
+def test_residuals_in_host_memory_are_those_on_the_device(name: str, numel: int) -> None:
+    """Verdicts of both kinds, values that are not finite: the same bytes and residuals wherever they are kept."""
+    pinned = DEVICE.type == "cuda"
+    host = Feedback(codec(name), {0: numel}, pool=BytePool(pinned=pinned))
+    device = Feedback(codec(name), {0: numel}, pool=BytePool(device=DEVICE))
+    for key in range(6):
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(key))
+        if key == 3:
+            values[7], values[2000] = torch.nan, torch.inf
+        there = values.to(DEVICE)
+        first, second = host.encode(key, 0, there), device.encode(key, 0, there)
+        assert first.data.device.type == "cpu"
+        if key != 3:  # the scale of a block that is not finite is one of many
+            assert torch.equal(first.data, second.data.cpu())
+        for feedback in (host, device):
+            feedback.settle(key, applied=key != 1)
+    mine, theirs = host.residual(0), device.residual(0)
+    assert mine is not None
+    assert theirs is not None
+    assert torch.equal(mine, theirs.cpu())
+    decoded = torch.empty(numel)
+    last = host.encode(9, 0, there)
+    last.codec.decode(last.data, decoded)  # on the host, as the coordinator does
+    assert decoded.isfinite().all()
+    host.drop()
+    assert host.pool.num_out == 0
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two CUDA devices are needed")

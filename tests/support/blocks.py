@@ -7,7 +7,7 @@ of memory at the worst moment. What each engine gave is compared to the last bit
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -60,22 +60,29 @@ class Block:
 
 
 class Line:
-    """Takes what an engine emits, as a network does: it reads it at once, or much later, and releases it then."""
+    """Takes what an engine emits, as a network does: it reads it at once, or much later, and releases it then.
 
-    def __init__(self, engine: Engine, late: random.Random | None = None) -> None:
-        self.engine, self._late = engine, late
+    ``left``: buckets that it takes from the device, as a codec does: at once."""
+
+    def __init__(self, engine: Engine, late: random.Random | None = None, left: Collection[int] = frozenset()) -> None:
+        self.engine, self._late, self._left = engine, late, left
+        engine.leave_on_device(left)
         self._held: list[tuple[Block, dict[int, ResultVector]]] = []
 
     def block(self, task: Task) -> Block:
         found: dict[int, ResultVector] = {}
         order: list[int] = []
+        taken: dict[int, bytes] = {}
 
         def emit(bucket: int, vector: ResultVector) -> None:
-            assert bucket not in found
-            found[bucket] = vector
+            assert bucket not in order
             order.append(bucket)
+            if bucket in self._left:
+                taken[bucket] = bytes(bytes_of(vector.buckets[bucket].cpu()))
+            else:
+                found[bucket] = vector
 
-        block = Block(self.engine.compute(task, emit), {}, order)
+        block = Block(self.engine.compute(task, emit), taken, order)
         self._held.append((block, found))
         while self._held and (self._late is None or self._late.random() < 0.5 or len(self._held) > 3):
             self._read(*self._held.pop(0))
@@ -163,9 +170,12 @@ def play(engine: Engine, job: Job, plan: list[Turn]) -> Played:
     return Played(blocks, versions)
 
 
-def play_again(engine: Engine, job: Job, plan: list[Turn], versions: dict[int, dict[int, bytes]], seed: int) -> Played:
+def play_again(
+    engine: Engine, job: Job, plan: list[Turn], versions: dict[int, dict[int, bytes]], seed: int,
+    left: Collection[int] = frozenset(),
+) -> Played:  # fmt: skip
     """The same, while results are read late and the next version is received where the last one was."""
-    line, blocks = Line(engine, random.Random(seed)), []
+    line, blocks = Line(engine, random.Random(seed), left), []
     for turn in plan:
         if turn.is_new:
             for bucket, values in versions[turn.step].items():

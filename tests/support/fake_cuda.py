@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from w5xde_async import pinning
+from w5xde_async.codecs import codec
 from w5xde_async.compute import transfer
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.params.reducer import VectorPool
@@ -456,6 +457,8 @@ def fake_cuda(seed: int = 0, *, pace: float = 0.2, here: bool = True) -> Iterato
         patch.setattr(transfer, "_cuda", cuda)
         patch.setattr(pinning, "_cuda", cuda)
         patch.setattr(transfer, "VectorPool", Poisoned)
+        # Here what codecs read on the device is host memory to them: they make no copies, and theirs is not pinned.
+        patch.setattr(codec.BytePool, "_new", lambda _, size: torch.empty(size, dtype=torch.uint8))
         patch.setattr(transfer, "ThreadPoolExecutor", lambda *_, **__: Copier(cuda))
         patch.setattr(
             torch.Tensor, "record_stream", lambda tensor, _: cuda.outlives.add(tensor.untyped_storage().data_ptr())

@@ -71,6 +71,60 @@ def test_sent_and_residuals_are_what_was_computed(name: str, seed: int) -> None:
     assert worker.pool.num_out == kept  # every buffer but the residuals' has gone back
 
 
+class OfAnotherDevice(BytePool):
+    """Its memory is the CPU's, and yet not that of the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = torch.device("cuda")
+
+    def _new(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_that_lie_elsewhere_are_encoded_there_and_nothing_of_them_is_looked_at_later(name: str) -> None:
+    here = feedback(name, decay=0.9)
+    there = Feedback(codec(name), dict(enumerate(SIZES)), pool=OfAnotherDevice(), decay=0.9)
+    for key in range(5):
+        for bucket in range(2):
+            values = gradient(7 * key + bucket, bucket)
+            expected = here.encode(key, bucket, values.clone())
+            found = there.encode(key, bucket, values)
+            assert there.encode(key, bucket, values).data is found.data
+            values.fill_(9.0)
+            assert (found.codec.name, found.data.tolist()) == (expected.codec.name, expected.data.tolist())
+        for which in (here, there):
+            which.settle(key, applied=key != 2)
+    assert all(torch.equal(held(here, bucket), held(there, bucket)) for bucket in range(2))
+    there.drop()
+    assert there.pool.num_out == 0
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("place", ["encode", "add_to"])
+def test_where_memory_lacks_nothing_has_changed(
+    elsewhere: bool, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    worker, again = feedback("int8"), feedback("int8")
+    if elsewhere:
+        worker.pool = OfAnotherDevice()
+    for which in (worker, again):
+        which.encode(0, 0, gradient(1))
+        which.settle(0, applied=True)
+    before = worker.pool.num_out
+    with monkeypatch.context() as patch:
+
+        def lacks(*_: object, **__: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        patch.setattr(type(worker.codec), place, lacks)
+        with pytest.raises(torch.OutOfMemoryError):
+            worker.encode(1, 0, gradient(2))
+    assert worker.pool.num_out - before == (0 if elsewhere or place == "encode" else 1)  # torch's, of the codec
+    assert torch.equal(worker.encode(1, 0, gradient(2)).data, again.encode(1, 0, gradient(2)).data)
+
+
 def test_each_verdict_by_its_formula() -> None:
     first, second = gradient(1), gradient(2)
     for applied in (True, False):

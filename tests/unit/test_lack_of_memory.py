@@ -141,23 +141,25 @@ def error_of(found: list[Tensor], expected: list[Tensor]) -> float:
     return (gap / sum(float(b.square().sum()) for b in expected)) ** 0.5
 
 
-@pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("where", ["cpu", "cuda", "left"])
 @pytest.mark.parametrize("local", [False, True], ids=["exact", "local"])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_block_that_lacks_memory_anywhere_gives_the_plain_gradient(seed: int, local: bool, cuda: bool) -> None:
-    if not cuda:
+def test_a_block_that_lacks_memory_anywhere_gives_the_plain_gradient(seed: int, local: bool, where: str) -> None:
+    if where == "cpu":
         return lack_anywhere(seed, "cpu", local=local)
     with fake_cuda(seed) as device:
-        lack_anywhere(seed, DEVICE, local=local)
+        lack_anywhere(seed, DEVICE, local=local, left=where == "left")
         assert device.hazards == []
 
 
-def lack_anywhere(seed: int, device: torch.device | str, *, local: bool) -> None:
+def lack_anywhere(seed: int, device: torch.device | str, *, local: bool, left: bool = False) -> None:
     chance = random.Random(seed)
     accumulate = chance.choice([1, 1, 2])
     engine = Engine(job(accumulate), device=device, bucket_bytes=chance.choice([256, 1 << 20]))
     if local:
         engine.keep_results()
+    if left:
+        engine.leave_on_device(range(len(engine.layout.result_buckets)))
     with lacking(engine):
         for number in range(6):
             task = block(chance, 4 * accumulate)

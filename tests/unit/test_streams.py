@@ -30,6 +30,7 @@ from w5xde_async.compute.transfer import Transfer
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Layout
+from w5xde_async.updates.coded import coded_up
 from w5xde_async.updates.outer import bucket_fragments
 from w5xde_async.wire.messages import VerdictCode
 from w5xde_async.worker.config import WorkerConfig
@@ -38,21 +39,25 @@ from w5xde_async.worker.executors.replicas import SteppingReplica
 from w5xde_async.worker.service import Worker
 
 
-def compare(job: Job, seed: int, *, pace: float, blocks: int) -> tuple[FakeCuda, list[str]]:
-    """The same blocks and versions by an engine on late streams, and by one on the CPU: what differs."""
+def compare(job: Job, seed: int, *, pace: float, blocks: int, left: bool = False) -> tuple[FakeCuda, list[str]]:
+    """The same blocks and versions by an engine on late streams, and by one on the CPU: what differs.
+
+    ``left``: sums of gradients are taken from the device, as codecs take them."""
     plan = turns(seed, blocks)
     expected = play(Engine(job, device="cpu", bucket_bytes=BUCKET_BYTES), job, plan)
     with fake_cuda(seed, pace=pace) as cuda:
         engine = Engine(job, device=DEVICE, bucket_bytes=BUCKET_BYTES)
-        actual = play_again(engine, job, plan, expected.versions, seed)
+        there = coded_up(engine.layout) if left else ()
+        actual = play_again(engine, job, plan, expected.versions, seed, there)
         cuda.synchronize()
     return cuda, differences(expected.blocks, actual.blocks)
 
 
 @pytest.mark.parametrize("make", JOBS.values(), ids=JOBS)
 @pytest.mark.parametrize("pace", [0.0, 0.1, 1.0])
-def test_late_streams_change_no_bit(make: Callable[[], Job], pace: float) -> None:
-    cuda, differing = compare(make(), seed=len(make.__name__), pace=pace, blocks=10)
+@pytest.mark.parametrize("left", [False, True], ids=["brought", "left"])
+def test_late_streams_change_no_bit(make: Callable[[], Job], pace: float, left: bool) -> None:
+    cuda, differing = compare(make(), seed=len(make.__name__), pace=pace, blocks=10, left=left)
     assert differing == []
     assert cuda.hazards == []
     assert cuda.counts.copies_out
@@ -95,17 +100,18 @@ def test_local_steps_on_late_streams_have_the_same_bits(name: str, streaming: li
 # -- what it finds -------------------------------------------------------------------------------------------------
 
 
-def found(seeds: int = 4) -> bool:
+def found(seeds: int = 4, *, left: bool = False) -> bool:
     """Whether some order of events shows a fault."""
     for seed in range(seeds):
-        cuda, differing = compare(hungry(), seed, pace=(0.0, 0.05, 0.3, 0.8)[seed % 4], blocks=4)
+        cuda, differing = compare(hungry(), seed, pace=(0.0, 0.05, 0.3, 0.8)[seed % 4], blocks=4, left=left)
         if cuda.hazards or differing:
             return True
     return False
 
 
-def test_without_a_planted_fault_nothing_is_found() -> None:
-    assert not found()
+@pytest.mark.parametrize("left", [False, True])
+def test_without_a_planted_fault_nothing_is_found(left: bool) -> None:
+    assert not found(left=left)
 
 
 def forgets(
@@ -214,6 +220,11 @@ def planted(plant: Callable[[pytest.MonkeyPatch], None]) -> Iterator[None]:
 def test_it_finds(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
     with planted(plant):
         assert found()
+
+
+def test_it_finds_memory_that_is_overwritten_while_it_is_encoded() -> None:
+    with planted(forgets(Transfer, "guard")):
+        assert found(left=True)
 
 
 # -- an error that stays ------------------------------------------------------------------------------------------

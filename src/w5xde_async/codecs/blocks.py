@@ -16,6 +16,7 @@ decode to such; the other blocks are what they would be without it.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 
 import numpy as np
@@ -96,6 +97,12 @@ class _Blocks(Codec):
         start = part.start * self.bits // 8
         return rows, width, slice(first, first + rows), slice(start, start + rows * -(-width * self.bits // 8))
 
+    @staticmethod
+    def _largest(magnitudes: Tensor, scales: Tensor) -> None:
+        """Each row's largest, or 2^-120."""
+        torch.amax(magnitudes, 1, out=scales)
+        scales.clamp_min_(_TINY)
+
     @abstractmethod
     def _quantise(self, x: Tensor, work: Tensor, scales: Tensor, codes: Tensor) -> None: ...
 
@@ -104,10 +111,15 @@ class _Blocks(Codec):
 
     def _finish(self, scales: Tensor, codes: Tensor) -> None:
         """Zero the codes of blocks whose scale is not finite: what a cast makes of NaN is not defined."""
+        nbytes = self.block * self.bits // 8
+        if scales.device.type != "cpu":  # where to look costs more than to do it
+            sound, whole = scales < math.inf, codes.numel() // nbytes
+            codes[: whole * nbytes].view(-1, nbytes).mul_(sound[:whole, None])
+            codes[whole * nbytes :].mul_(sound[-1:])
+            return
         sound = scales.isfinite()
         if bool(sound.all()):
             return
-        nbytes = self.block * self.bits // 8
         for index in torch.nonzero(~sound).flatten().tolist():
             codes[index * nbytes : (index + 1) * nbytes] = 0
 
@@ -119,8 +131,7 @@ class Int8(_Blocks):
     block, bits = 256, 8
 
     def _quantise(self, x: Tensor, work: Tensor, scales: Tensor, codes: Tensor) -> None:
-        torch.amax(torch.abs(x, out=work), 1, out=scales)
-        scales.clamp_min_(_TINY)
+        self._largest(torch.abs(x, out=work), scales)
         torch.mul(x, (127.0 / scales)[:, None], out=work)
         codes.view(torch.int8).copy_(work.round_())
 
@@ -139,8 +150,7 @@ class Int4(_Blocks):
     block, bits = 256, 4
 
     def _quantise(self, x: Tensor, work: Tensor, scales: Tensor, codes: Tensor) -> None:
-        torch.amax(torch.abs(x, out=work), 1, out=scales)
-        scales.clamp_min_(_TINY)
+        self._largest(torch.abs(x, out=work), scales)
         # With y = 4/3 |x| / m: 2^-j is the nearest power of m from y = 2^-j on, so its exponent is floor(log2(y)).
         work.mul_(((4 / 3) / scales)[:, None])
         # 0 and 1/64 meet at y = 1/96: from there on y is lifted to 1/64.

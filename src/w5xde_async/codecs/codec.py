@@ -13,7 +13,8 @@ Invariants of every codec:
 - ``add_to`` with ``alpha`` 1 or -1 gives the bits of ``decode`` followed by an addition.
 - The same input gives the same bytes on the same machine, with any number of threads.
 
-Values and bytes are tensors on one device, any device; bytes are little-endian and so must the machine be.
+Values and bytes are tensors on one device, any device; bytes are little-endian and so must the machine be. What is
+encoded on an accelerator comes into host memory with ``brought``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +42,11 @@ class BytePool:
     Keeps at most ``spare_bytes`` of unused ones. ``num_out`` counts what was taken and not given back.
     """
 
-    def __init__(self, *, spare_bytes: int = 256 << 20, device: torch.device | str = "cpu") -> None:
-        self.spare_bytes, self.device = spare_bytes, torch.device(device)
+    def __init__(
+        self, *, spare_bytes: int = 256 << 20, device: torch.device | str = "cpu", pinned: bool = False
+    ) -> None:
+        """``pinned``: host memory that CUDA copies to and from without a detour, where there is enough of it."""
+        self.spare_bytes, self.device, self._pinned = spare_bytes, torch.device(device), pinned
         self._lock = threading.Lock()
         self._free: dict[int, list[Tensor]] = {}
         self._out: dict[int, Tensor] = {}
@@ -60,9 +65,15 @@ class BytePool:
                 whole = free.pop()
                 self._spare -= size
             else:
-                whole = torch.empty(size, dtype=torch.uint8, device=self.device)
+                whole = self._new(size)
             self._out[whole.untyped_storage().data_ptr()] = whole
         return whole[:nbytes]
+
+    def _new(self, size: int) -> Tensor:
+        if self._pinned:
+            with suppress(RuntimeError):  # no more can be pinned: copies are as right, and slower
+                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def take_floats(self, numel: int) -> Tensor:
         """``numel`` float32 of undefined content: to decode into."""
@@ -176,6 +187,25 @@ def pieces(numel: int, device: torch.device) -> Iterator[slice]:
 def scratch_for(numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Room for the largest of ``pieces(numel, device)``."""
     return torch.empty(min(numel, CHUNK if device.type == "cpu" else _DEVICE_CHUNK), dtype=dtype, device=device)
+
+
+def brought(encoded: Encoded, pool: BytePool, *others: tuple[Tensor, Tensor]) -> Encoded:
+    """An accelerator's encoding in host memory of ``pool``. ``others``: host tensors, and what is copied there as well.
+
+    Waits, asleep, until all is there.
+    """
+    data = pool.take(encoded.data.numel())
+    try:
+        for target, source in ((data, encoded.data), *others):
+            target.copy_(source, non_blocking=source.is_cuda)
+        if encoded.data.is_cuda:
+            event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record()
+            event.synchronize()
+    except BaseException:
+        pool.give(data)
+        raise
+    return Encoded(encoded.codec, data)
 
 
 def as_view(data: Tensor) -> memoryview:

@@ -14,7 +14,8 @@ error, once no verdict is awaited. A worker that dies loses its residuals: ``dro
 Every submission has a key, (worker, lease, attempt) or the like: encoding again under the same key gives the same
 bytes, and only the first verdict counts. A gradient that is not finite never enters a residual.
 
-Memory: one vector for the residuals, two more (and the encoded bytes) for each submission without a verdict.
+Memory: one vector for the residuals, two more (and the encoded bytes) for each submission without a verdict. Values may
+be an accelerator's: they are encoded there, one bucket at a time, while all of this lies in host memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from w5xde_async.codecs.codec import BytePool, Codec, Encoded, check_values
+from w5xde_async.codecs.codec import BytePool, Codec, Encoded, brought, check_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +68,35 @@ class Feedback:
         return len(self._pending)
 
     def encode(self, key: Hashable, bucket: int, values: Tensor) -> Encoded:
-        """Encode ``values`` and the bucket's residual. The values are not changed.
+        """Encode ``values`` and the bucket's residual. The values are not changed, nor looked at after this returns.
 
-        The bytes belong to this object until ``settle``: do not give them back to the pool.
+        The bytes, in the pool's memory, belong to this object until ``settle``: do not give them back. Where it raises
+        nothing has changed.
         """
         known = self._pending.get(key, {}).get(bucket)
         if known is not None:
             return known.encoded
         self._check(bucket, values)
-        taken = self._residuals.pop(bucket, None)
+        taken = self._residuals.get(bucket)
         error = self.pool.take_floats(values.numel())
-        if taken is None:
-            error.copy_(values)
-        else:
-            torch.add(values, taken, alpha=self.decay, out=error)
-        encoded = self.codec.encode(error, self.pool)
-        encoded.codec.add_to(encoded.data, error, alpha=-1.0)
-        # A sum is one pass without a temporary; only where it overflows must each value be looked at.
-        finite = math.isfinite(float(error.sum())) or bool(error.isfinite().all())
+        try:
+            there = values.device != self.pool.device
+            work, pool = (torch.empty_like(values), BytePool(device=values.device)) if there else (error, self.pool)
+            if taken is None:
+                work.copy_(values)
+            else:
+                torch.add(values, taken.to(work.device, non_blocking=True), alpha=self.decay, out=work)
+            encoded = self.codec.encode(work, pool)
+            encoded.codec.add_to(encoded.data, work, alpha=-1.0)
+            total = work.sum()
+            if there:
+                encoded = brought(encoded, self.pool, (error, work))
+            # A sum is one pass without a temporary; only where it overflows must each value be looked at.
+            finite = math.isfinite(float(total)) or bool(work.isfinite().all())
+        except BaseException:
+            self.pool.give(error)
+            raise
+        self._residuals.pop(bucket, None)
         self._pending.setdefault(key, {})[bucket] = _Pending(encoded, error, taken, finite)
         return encoded
 

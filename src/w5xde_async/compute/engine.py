@@ -241,6 +241,11 @@ class Engine:
         """From now on blocks' results stay on the device: ``emit`` gets them there, for use before the next block."""
         self._keeps = True
 
+    def leave_on_device(self, buckets: Iterable[int]) -> None:
+        """From now on ``emit`` gets these result buckets on the device (CUDA; elsewhere nothing changes), from another
+        thread, and is to be done with them when it returns."""
+        self._transfer.leave(buckets)
+
     def unbind(self) -> None:
         """Somebody else has set the parameters' gradients."""
         self._bound = None

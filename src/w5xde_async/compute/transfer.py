@@ -71,6 +71,8 @@ class Transfer:
                 1, thread_name_prefix="w5xde-copy", initializer=_cuda.set_device, initargs=(device,)
             )
         self._copies: list[Future[None]] = []
+        self._stay: frozenset[int] = frozenset()  # buckets that are not brought to the host
+        self._readers: dict[int, Future[None]] = {}  # id of a device vector -> who was given a bucket of it last
         self._ready: dict[int, Any] = {}  # id of a device vector -> event after its last copy
         # An event stands for what was recorded last, and whoever waits waits for no less when it is recorded again.
         self._summed: Any = _cuda.Event() if self._cuda else None
@@ -124,6 +126,10 @@ class Transfer:
                 self._source = FlatState(self.layout, memory=memory)
             self.host_pool.lend(vectors)
 
+    def leave(self, buckets: Iterable[int]) -> None:
+        """See ``Engine.leave_on_device``."""
+        self._stay = frozenset(buckets) if self._cuda else frozenset()
+
     def batch(self, batch: Any) -> Any:
         """A leaf's batch on the device."""
         if self.on_host:
@@ -150,13 +156,21 @@ class Transfer:
         return ResultVector(layout)
 
     def guard(self, vector: ResultVector) -> None:
-        """``vector`` is about to be overwritten: let earlier copies out of it finish first (on the device's time)."""
+        """``vector`` is about to be overwritten: let earlier copies out of it finish first (on the device's time), and
+        whoever reads it."""
+        reader = self._readers.pop(id(vector), None)
+        if reader is not None:
+            with suppress(BaseException):  # ``wait`` raises it
+                reader.result()
         event = self._ready.pop(id(vector), None)
         if event is not None:
             _cuda.current_stream(self.device).wait_event(event)
 
     def send(self, vector: ResultVector, host: ResultVector, bucket: int, emit: Any) -> None:
-        """Bucket ``bucket`` of ``vector`` is final: copy it to ``host`` (the same on the CPU) and emit it."""
+        """Bucket ``bucket`` of ``vector`` is final: copy it to ``host`` (the same on the CPU) and emit it.
+
+        One of those that stay is emitted as it is, in the copy thread, whose kernels go to the side stream then.
+        """
         if vector is host:
             emit(bucket, host)
             return
@@ -166,6 +180,12 @@ class Transfer:
             emit(bucket, host)
             return
         assert self._copier is not None
+        if bucket in self._stay:
+            self._summed.record(_cuda.current_stream(self.device))
+            self._side.wait_event(self._summed)
+            self._readers[id(vector)] = reading = self._copier.submit(self._show, vector, bucket, emit)
+            self._copies.append(reading)
+            return
         if host.slot >= 0 and host.slot not in self._pinned:  # there are many, and most runs need a few of them
             self._pinned.add(host.slot)
             pin(host.memory, self.device)
@@ -183,6 +203,10 @@ class Transfer:
             emit(bucket, host)
 
         self._copies.append(self._copier.submit(deliver))
+
+    def _show(self, vector: ResultVector, bucket: int, emit: Any) -> None:
+        with _cuda.stream(self._side):
+            emit(bucket, vector)
 
     def wait(self) -> None:
         """Return when everything sent has been emitted. Raises what ``emit`` raised, first."""

@@ -8,7 +8,7 @@ Device memory: parameters and gradients beside the optimizer's own, for AdamW in
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class OnDevice:
         self.vector = ResultVector(layout, device)  #: what a step's gradients are divided and clipped in
         self._cuda: Any = torch.cuda if device.type == "cuda" else None
         self._pins = self._cuda is not None
+        self._brought: dict[int, Tensor] = {}  # what a bucket of ``vector`` was copied from ahead of its step
         if self._cuda is not None:
             for group in groups:
                 pin(state.groups[group], device)
@@ -59,17 +60,37 @@ class OnDevice:
         return ResultVector(layout, pinned=self._cuda is not None)
 
     @torch.no_grad()
+    def bring(self, bucket: int, summed: Tensor) -> None:
+        """``summed`` may become a step's sum: if the next ``divide`` is given this very tensor, it is what is there now
+        that is divided. Its memory is to stay as it is until ``norms`` or ``divide`` has returned."""
+        self._brought[bucket] = summed
+        self._bring(bucket, summed)
+
+    @torch.no_grad()
+    def norms(self, pieces: Mapping[int, Tensor]) -> dict[int, float]:
+        """Of each of these that was brought, by bucket, as it was."""
+        there = [bucket for bucket, piece in pieces.items() if self._brought.get(bucket) is piece]
+        norms = [torch.linalg.vector_norm(self.vector.buckets[bucket]) for bucket in there]
+        return dict(zip(there, torch.stack(norms).tolist(), strict=True)) if norms else {}
+
+    def bring_nothing(self) -> None:
+        """The next ``divide`` reads all that it is given."""
+        self._brought.clear()
+
+    @torch.no_grad()
     def divide(self, sums: Sequence[Tensor], present: Sequence[bool], divisor: float) -> float:
         """Bring each bucket's sum here, into ``vector``, and divide it; the square of the gradients' norm.
 
-        All are brought, then all are divided. What begins earlier, as buckets come, gains nothing: each kernel takes
-        the device from the worker's process that computes on it.
+        All are brought, then all are divided: a copy as a bucket comes costs the worker's process nothing, while each
+        kernel takes the device from it.
         """
         for bucket in self._buckets:
             if present[bucket]:
-                self._bring(bucket, sums[bucket])
+                if self._brought.get(bucket) is not sums[bucket]:
+                    self._bring(bucket, sums[bucket])
             else:
                 self.vector.buckets[bucket].zero_()
+        self._brought.clear()
         flat = [self.vector.group(group).div_(divisor) for group in self._there]
         return sum(float(torch.linalg.vector_norm(group)) ** 2 for group in flat)  # waits for the device
 

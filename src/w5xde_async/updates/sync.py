@@ -198,18 +198,28 @@ class SyncRule:
         return Applied(skipped=False, gradient_norm=norm, learning_rate=learning_rate, changed=tuple(changed))
 
     @torch.no_grad()
-    def expect(self, bucket: int, summed: Tensor, samples: int) -> float:
+    def expect(self, bucket: int, summed: Tensor, samples: int) -> float | None:
         """What is in ``summed`` may become a step's sum: if the next ``apply`` is given this very tensor, it is the
-        quotient of what is there now that is applied. The norm of that sum, by way of the quotient."""
+        quotient of what is there now that is applied. The norm of that sum, by way of the quotient; None where it is
+        found for all buckets together (``expected_norms``)."""
+        if self.on_device is not None:
+            self.on_device.bring(bucket, summed)
+            return None
         if self._ahead is None:
             self._ahead = ResultVector(self.layout)
         divisor = samples * self.loss_scale
         self._expected[bucket] = known = _divided(self._ahead.buckets[bucket], summed, divisor)
         return math.sqrt(known.square) * divisor
 
+    def expected_norms(self, sums: Mapping[int, Tensor]) -> dict[int, float]:
+        """The norms, by bucket, of those of ``sums`` that are expected and whose norm ``expect`` did not say."""
+        return {} if self.on_device is None else self.on_device.norms(sums)
+
     def expect_nothing(self) -> None:
         """The next ``apply`` reads all that it is given."""
         self._expected.clear()
+        if self.on_device is not None:
+            self.on_device.bring_nothing()
 
     def _divide_all(
         self, gradients: ResultVector, sums: Sequence[Tensor], present: Sequence[bool], divisor: float

@@ -106,7 +106,10 @@ class Worker:
             raise UsageError("--local-data is not for islands, which are sent their data")
         self._job, self._reference = job, reference
         self._own: OwnData | None = None
-        self._uplink = Uplink(self.config.data_dir, name=self.name, worker_id=self.worker_id, clock=self._runtime.clock)
+        self._uplink = Uplink(
+            self.config.data_dir, name=self.name, worker_id=self.worker_id, device=self._device.type,
+            clock=self._runtime.clock,
+        )  # fmt: skip
         self._held: tuple[str, int, bytes, int] | None = None  # run, term, model and version whose parameters we have
         self._unsent: list[Unsent] = []  # what had not left when the last link ended
         self._unsent_of: tuple[str, int, bytes] | None = None  # of which run, term and model

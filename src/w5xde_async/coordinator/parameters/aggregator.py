@@ -8,7 +8,7 @@ between two commits, never inside one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -120,16 +120,23 @@ class Aggregator(ParameterOwner):
 
         ``is_sum``: its block is the whole step, and nobody but a worker writes where it lies. Then what is weighed is
         the quotient that will be applied, in memory of the rule's own; a journal has the sum itself, and so do those
-        who compare results (``begin_anew``).
+        who compare results (``begin_anew``). Where the rule weighs all buckets together it is ``expected_norms`` that
+        has them.
         """
         step, rule = self.step, self.rule
-        begins = is_sum and self._is_gradient[bucket] and self._keep is None and rule.on_device is None
+        begins = is_sum and self._is_gradient[bucket] and self._keep is None
         samples = 0 if step is None else step.plan.num_samples
 
         def weigh() -> None:
-            norms[bucket] = rule.expect(bucket, piece, samples) if begins and samples else l2_norm(piece)
+            norm = rule.expect(bucket, piece, samples) if begins and samples else l2_norm(piece)
+            if norm is not None:
+                norms[bucket] = norm
 
         self.post(weigh)
+
+    def expected_norms(self, pieces: Mapping[int, Tensor]) -> dict[int, float]:
+        """Of those of ``pieces``, by bucket, whose norms ``weigh`` has left for now. To be submitted."""
+        return self.rule.expected_norms(pieces)
 
     def begin_anew(self) -> None:
         """What ``weigh`` has begun is not used: the update reads its sums when it is made."""

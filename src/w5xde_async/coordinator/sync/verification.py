@@ -457,7 +457,9 @@ class Verification:
 
         def weigh() -> dict[int, float]:
             missing = [bucket for bucket in block.suppliers if bucket not in early]
-            norms = {**early, **self._store.norms(block.grant.block, missing)}
+            pieces = {bucket: self._store.piece(block.grant.block, bucket) for bucket in missing}
+            norms = {**early, **self._context.aggregator.expected_norms(pieces)}
+            norms |= self._store.norms(block.grant.block, [bucket for bucket in missing if bucket not in norms])
             return {bucket: norms[bucket] for bucket in block.suppliers if bucket in norms}
 
         norms = await self._context.aggregator.submit(weigh)

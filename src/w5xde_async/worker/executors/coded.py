@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from w5xde_async.codecs.codec import Codec
 from w5xde_async.codecs.registry import codec
 from w5xde_async.compute.block import ComputedBlock
+from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.program.sandbox import Computing
 from w5xde_async.errors import MalformedFrame, UsageError
 from w5xde_async.params.flat import ResultVector
@@ -55,8 +56,10 @@ class CodedExecutor:
         self._replica: Replica
         if welcome.update in ("sync", "async"):
             self._replica = FollowingReplica(engine, published)
+            if isinstance(engine, Engine):
+                engine.leave_on_device(encoder.device_buckets)
         else:
-            self._replica = SteppingReplica(engine, published, inner)
+            self._replica = SteppingReplica(engine, published, inner, on_device=bool(encoder.device_buckets))
 
     @property
     def version(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.program.sandbox import Computing
 from w5xde_async.errors import LocalError
 from w5xde_async.params.flat import FlatState, ResultVector
@@ -51,6 +52,8 @@ class InPlaceExecutor:
 
     def __init__(self, engine: Computing, *, capacity_bytes: int, shares: bool = False) -> None:
         """``shares``: the engine sees the coordinator's parameters, and sums where that reads."""
+        if isinstance(engine, Engine):  # which may have served a run with a codec
+            engine.leave_on_device(())
         self.shares = shares
         self.layout, self.device, self.capacity_bytes = engine.layout, engine.device, capacity_bytes
         self.parameters = InPlaceReceiver(engine.layout, engine.incoming)

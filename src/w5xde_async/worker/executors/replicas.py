@@ -7,6 +7,7 @@ optimizer step of every lease and says how far it has gone when it is asked (rul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
@@ -82,11 +83,15 @@ class SteppingReplica:
 
     submits = True  #: results are sent when the coordinator asks for them
 
-    def __init__(self, engine: Computing | ShardEngine, published: Published, inner: bytes) -> None:
-        """``inner``: what WELCOME said of the optimizer (``inner_description``). Raises MalformedFrame."""
+    def __init__(
+        self, engine: Computing | ShardEngine, published: Published, inner: bytes, *, on_device: bool = False
+    ) -> None:
+        """``inner``: what WELCOME said of the optimizer (``inner_description``). ``on_device``: what is submitted stays
+        on a CUDA device that has room for it. Raises MalformedFrame."""
         described, clip, streaming = _read_inner(inner)
         self._engine, self.published, self.version = engine, published, -1
         engine.keep_results()
+        self._on_device = on_device and engine.device.type == "cuda"
         self._layout = layout = engine.layout
         self._live = engine.live
         self._optimizer = build_inner(described, engine.tensors)
@@ -212,7 +217,7 @@ class SteppingReplica:
         """
         if self._anew:
             self._begin()
-        layout, vector, version = self._layout, ResultVector(self._layout), self.version
+        layout, vector, version = self._layout, self._new_vector(), self.version
         trained = [number for number in buckets if layout.buckets[number].group == self._group]
         if self._streaming is not None and trained:
             if trained not in self._buckets:
@@ -221,7 +226,7 @@ class SteppingReplica:
             version = self._fragment_version[index]
             pseudo_gradient = self._send(index)
             self._awaited[lease] = _Sent(index, pseudo_gradient, self._is_finite(pseudo_gradient))
-            self._fragments[index].scatter_(vector.group(self._group), pseudo_gradient.cpu())
+            self._fragments[index].scatter_(vector.group(self._group), pseudo_gradient.to(vector.memory.device))
         else:
             self._anew = True
             for number in trained:
@@ -235,6 +240,12 @@ class SteppingReplica:
             live = self._live.groups[bucket.group][where]  # buffers as they are
             vector.group(bucket.group)[where].copy_(live if live.is_floating_point() else ordered(live))
         return vector, version
+
+    def _new_vector(self) -> ResultVector:
+        if self._on_device:
+            with suppress(torch.OutOfMemoryError):
+                return ResultVector(self._layout, self._engine.device)
+        return ResultVector(self._layout)
 
     @torch.no_grad()
     def settle(self, leases: Sequence[int], code: int) -> None:

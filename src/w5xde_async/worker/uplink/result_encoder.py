@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from w5xde_async.codecs.codec import BytePool, Codec
+import torch
+from torch import Tensor
+
+from w5xde_async.codecs.codec import BytePool, Codec, Encoded, brought
 from w5xde_async.codecs.feedback import Dropped, Feedback
-from w5xde_async.params.flat import ResultVector
+from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Bucket, Layout
 from w5xde_async.params.shard import Shard
 from w5xde_async.updates.coded import coded_up
@@ -61,11 +64,11 @@ class ResultEncoder:
 
     def __init__(
         self, layout: Layout, codec: Codec, *, feedback: bool, shard: Shard | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        device: str = "cpu", clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         """``shard``: of an island's rank, which sends what lies in it, as ``shard.own`` has it. Then ``layout`` is not
-        looked at."""
-        self.codec, self.pool = codec, BytePool()
+        looked at. ``device``: the type of that with which results are computed."""
+        self.codec, self.pool = codec, BytePool(pinned=device == "cuda")
         self.shard = "" if shard is None else shard.digest  #: which one
         if shard is None:
             self._sizes, self._raw = coded_up(layout), [[spec] for spec in raw_specs(layout)]
@@ -100,25 +103,32 @@ class ResultEncoder:
         """A lease's results are about to be encoded."""
         self.encode_s, self.raw_bytes = 0.0, 0
 
+    @property
+    def device_buckets(self) -> frozenset[int]:
+        """The buckets that are encoded where they are, if that is a CUDA device: what comes from there is less then."""
+        return frozenset() if self.codec.exact else frozenset(self._sizes)
+
     def has(self, bucket: int) -> bool:
         """Whether there is anything of a bucket: an island's rank has not something of each."""
         return bool(self._raw[bucket])
 
     def encode(self, lease: int, bucket: int, vector: ResultVector) -> BucketResult:
-        """One bucket of ``vector``, encoded; its values (in host memory) are not changed."""
+        """One bucket of ``vector``, encoded; its values are not changed.
+
+        Those of ``device_buckets`` may lie on a device, and are not looked at after this returns.
+        """
         if bucket not in self._sizes or self.codec.name == "raw":
-            data = vector.bucket_bytes[bucket]
+            values = vector.buckets[bucket]
+            data = vector.bucket_bytes[bucket] if values.device.type == "cpu" else bytes_of(values.cpu())
             self.raw_bytes += len(data)
             return BucketResult(bucket, _cut(data, self._raw[bucket]))
         values = vector.buckets[bucket]
         began = self._clock()
-        sent = None
-        if self.feedback is not None:
-            encoded = self.feedback.encode(lease, bucket, values)
-            self._keys.add(lease)
-        else:
-            encoded = self.codec.encode(values, self.pool)
-            sent = partial(self.pool.give, encoded.data)
+        try:
+            encoded = self._encoded(lease, bucket, values)
+        except torch.OutOfMemoryError:  # the job has all that the device has
+            encoded = self._encoded(lease, bucket, values.cpu())
+        sent = None if self.feedback is not None else partial(self.pool.give, encoded.data)
         nbytes = encoded.data.numel()
         self.encode_s += self._clock() - began
         self.raw_bytes += 4 * values.numel()
@@ -127,6 +137,16 @@ class ResultEncoder:
         return BucketResult(
             bucket, ((BufferSpec("", "uint8", (nbytes,), encoded.codec.name, nbytes), encoded.view),), sent
         )  # fmt: skip
+
+    def _encoded(self, lease: int, bucket: int, values: Tensor) -> Encoded:
+        """In host memory."""
+        if self.feedback is not None:
+            encoded = self.feedback.encode(lease, bucket, values)
+            self._keys.add(lease)
+            return encoded
+        if values.device == self.pool.device:
+            return self.codec.encode(values, self.pool)
+        return brought(self.codec.encode(values, BytePool(device=values.device)), self.pool)
 
     def settle(self, leases: Sequence[int], code: int, buckets: Sequence[int] = ()) -> None:
         """A verdict on results that have left. ``buckets``: those that counted, where not all did."""

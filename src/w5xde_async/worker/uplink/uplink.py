@@ -18,9 +18,13 @@ from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 class Uplink:
     """Belongs to the event loop; what reads and writes files goes to threads."""
 
-    def __init__(self, data_dir: Path | None, *, name: str, worker_id: str, clock: Callable[[], float]) -> None:
-        """``data_dir``: where residuals are kept between processes."""
+    def __init__(
+        self, data_dir: Path | None, *, name: str, worker_id: str, device: str, clock: Callable[[], float]
+    ) -> None:
+        """``data_dir``: where residuals are kept between processes. ``device``: the type of what the worker computes
+        with."""
         self._data_dir, self._name, self._worker_id, self._clock = data_dir, name, worker_id, clock
+        self._device = device
         self._key: tuple[object, ...] = ()
         self._run_id = ""
         self.encoder: ResultEncoder | None = None  #: of the run served last; None where that takes results as they are
@@ -33,7 +37,7 @@ class Uplink:
             return self.encoder
         self._key, self._run_id = key, welcome.run_id
         self.encoder = encoder = ResultEncoder(
-            layout, codec(welcome.codec), feedback=welcome.feedback, shard=shard, clock=self._clock
+            layout, codec(welcome.codec), feedback=welcome.feedback, shard=shard, device=self._device, clock=self._clock
         )
         take = partial(
             take_up, encoder, self._data_dir, run_id=welcome.run_id, name=self._name, worker_id=self._worker_id
