@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import TypeVar
 
 _SPINS = "GOMP_SPINCOUNT"
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 def spin_briefly() -> None:
@@ -56,6 +61,37 @@ class alone:
         _compute_with(self._before, 1)
 
 
+def side_by_side(work: Callable[[_T], _R], items: Sequence[_T], nbytes: int) -> list[_R]:
+    """``work`` of each item, in order, by as many threads as torch would share one operation out to, each by itself.
+
+    For long rows of operations that are small each: shared out, one waits for all others at every one of them. A
+    version of 124 million values was encoded, 64 Ki at once, in 200 ms by one thread, in 380 by two that shared each
+    operation, in 900 by sixteen, and in 110 by two like this. ``nbytes`` are worked on in all: of few, this thread does
+    them all. Raises what one of the items raises.
+    """
+    import torch
+
+    if len(items) == 1:
+        return [work(items[0])]
+    threads = min(torch.get_num_threads(), len(items), _MOST, nbytes // _WORTH_A_THREAD)
+    left, done = iter(range(len(items))), dict[int, _R]()
+
+    def some() -> None:
+        with alone():
+            for index in left:
+                done[index] = work(items[index])
+
+    if threads < 2:
+        some()
+    else:
+        with ThreadPoolExecutor(threads - 1, thread_name_prefix="w5xde-beside") as others:
+            running = [others.submit(some) for _ in range(threads - 1)]
+            some()
+            for one in running:
+                one.result()
+    return [done[index] for index in range(len(items))]
+
+
 def _compute_with(threads: int, before: int) -> None:
     """``torch.set_num_threads`` for this thread alone: that also sets what MKL computes with in all of them."""
     if threads != before:
@@ -64,3 +100,5 @@ def _compute_with(threads: int, before: int) -> None:
 
 
 _HARD = 2
+_WORTH_A_THREAD = 4 << 20  # bytes: to start and end one takes 0.1 ms
+_MOST = 8  # threads side by side: Python's lock is held for a tenth of what they do

@@ -76,3 +76,45 @@ def test_alone_a_thread_computes_by_itself_and_others_do_not() -> None:
     thread.start()
     thread.join()
     assert seen == [1, 3, 3]
+
+
+@pytest.mark.parametrize(("items", "nbytes", "threads"), [(9, 1 << 30, 3), (2, 1 << 30, 2), (9, 1 << 20, 1), (0, 0, 1)])
+def test_side_by_side_each_thread_computes_by_itself(items: int, nbytes: int, threads: int) -> None:
+    seen, together = set[int](), threading.Barrier(max(threads, 1))
+
+    def work(item: int) -> int:
+        if threading.get_ident() not in seen:
+            seen.add(threading.get_ident())
+            together.wait(10)  # each of them has something to do
+        assert torch.get_num_threads() == 1
+        return 2 * item
+
+    def run() -> list[int]:
+        torch.set_num_threads(3)
+        torch.ones(1).add_(1)
+        found = openmp.side_by_side(work, range(items), nbytes)
+        assert torch.get_num_threads() == 3
+        return found
+
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(run).result() == [2 * item for item in range(items)]
+    finally:
+        torch.set_num_threads(before)
+    assert len(seen) == (threads if items else 0)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1 << 30])
+def test_what_one_of_them_raises_is_raised_when_all_are_done(nbytes: int) -> None:
+    running = set[int]()
+
+    def work(item: int) -> None:
+        running.add(item)
+        if item == 3:
+            raise ValueError("not this one")
+        running.discard(item)
+
+    with pytest.raises(ValueError, match="not this one"):
+        openmp.side_by_side(work, range(8), nbytes)
+    assert running == {3}

@@ -29,6 +29,7 @@ from w5xde_async.coordinator.parameters.owner import ParameterOwner
 from w5xde_async.coordinator.parameters.publisher import Piece
 from w5xde_async.hub.members.island import Island
 from w5xde_async.hub.members.session import Session
+from w5xde_async.openmp import side_by_side
 from w5xde_async.params.flat import FlatState, bytes_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.updates.coded import coded_down
@@ -86,29 +87,36 @@ class DeltaPublisher:
         self._made += 1
         if not self.deltas:
             return self.whole(changed)
-        pieces = []
-        for number in changed:
-            bucket = self.layout.buckets[number]
-            mine, theirs = self._published.bucket(bucket), self._state.bucket(bucket)
-            if number not in self._coded:
-                mine.copy_(theirs)
-                pieces.append(self._raw(number))
-                continue
-            if self.codec.exact:  # a + (b - a) is not b: what is to keep its bits travels as it is
-                mine.copy_(theirs)
-                encoded = self.codec.encode(theirs, self._pool)
-            else:
-                encoded = self.codec.encode(theirs - mine, self._pool)
-                encoded.codec.add_to(encoded.data, mine)
-            data = bytes(encoded.view)
-            self._pool.give(encoded.data)
-            self.raw_bytes += 4 * bucket.numel
-            self.encoded_bytes += len(data)
-            spec = BufferSpec("", "uint8", (len(data),), encoded.codec.name, len(data))
-            if encoded.codec.name == "raw":  # where lz4 did not pay
-                spec = BufferSpec("", "float32", (bucket.numel,), "raw", len(data))
-            pieces.append(Piece(number, spec, data, not self.codec.exact))
+        numbers = list(changed)
+        pieces = side_by_side(self._told, numbers, sum(self.layout.buckets[number].numel * 4 for number in numbers))
+        for piece in pieces:
+            if piece.bucket in self._coded:
+                self.raw_bytes += 4 * self.layout.buckets[piece.bucket].numel
+                self.encoded_bytes += len(piece.data)
         return pieces
+
+    @torch.no_grad()
+    def _told(self, number: int) -> Piece:
+        """What tells a bucket's new values. In any thread, for one bucket."""
+        bucket = self.layout.buckets[number]
+        mine, theirs = self._published.bucket(bucket), self._state.bucket(bucket)
+        if number not in self._coded:
+            mine.copy_(theirs)
+            return self._raw(number)
+        if self.codec.exact:  # a + (b - a) is not b: what is to keep its bits travels as it is
+            mine.copy_(theirs)
+            encoded = self.codec.encode(theirs, self._pool)
+        else:
+            delta = torch.sub(theirs, mine, out=self._pool.take_floats(bucket.numel))
+            encoded = self.codec.encode(delta, self._pool)
+            self._pool.give(delta)
+            encoded.codec.add_to(encoded.data, mine)
+        data = bytes(encoded.view)
+        self._pool.give(encoded.data)
+        spec = BufferSpec("", "uint8", (len(data),), encoded.codec.name, len(data))
+        if encoded.codec.name == "raw":  # where lz4 did not pay
+            spec = BufferSpec("", "float32", (bucket.numel,), "raw", len(data))
+        return Piece(number, spec, data, not self.codec.exact)
 
     def whole(self, buckets: Iterable[int] | None = None) -> list[Piece]:
         """``buckets`` (all of them) as they are published."""

@@ -19,6 +19,7 @@ from w5xde_async.errors import RemoteError
 from w5xde_async.hub.members.island import Island
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import Destination
+from w5xde_async.openmp import alone, side_by_side
 from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.shard import Run
@@ -134,7 +135,8 @@ class ReceiveBuffers:
         """What was placed for this session is complete: decode it into ``vector`` at once. Raises MalformedFrame."""
         _, bucket, part = self._receiving.pop(session)
         try:
-            self._decode(part, bucket, vector)
+            with alone():  # in many small operations, which others would only be waited for in
+                self._decode(part, bucket, vector)
         finally:
             self.pool.give(part.data)
 
@@ -174,10 +176,14 @@ class ReceiveBuffers:
         """
         vector.reset()
         present = [False] * len(self.layout.result_buckets)
-        for number, some in parts.items():
-            for part in some:
+
+        def read(number: int) -> None:
+            for part in parts[number]:
                 self._decode(part, number, vector)
             present[number] = True
+
+        numbers = list(parts)
+        side_by_side(read, numbers, sum(vector.buckets[number].nbytes for number in numbers))
         return present
 
     def _decode(self, part: Part, bucket: int, vector: ResultVector) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from w5xde_async.codecs.codec import Codec
 from w5xde_async.errors import FrameTooLarge, MalformedFrame
+from w5xde_async.openmp import side_by_side
 from w5xde_async.params.flat import FlatState, bytes_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.shard import Shard
@@ -129,7 +130,19 @@ class Published:
     @torch.no_grad()
     def apply(self, version: Version) -> None:
         """Take up a version. Raises MalformedFrame for updates that do not decode."""
-        for bucket, codec, data, delta in version.updates:
+        of_bucket: dict[int, list[BucketUpdate]] = {}
+        for update in version.updates:
+            of_bucket.setdefault(update.bucket, []).append(update)
+        updates = list(of_bucket.values())
+        side_by_side(self._change, updates, sum(4 * self.layout.buckets[bucket].numel for bucket in of_bucket))
+        self.touched.update(version.buckets)
+        self.newest.update(dict.fromkeys(version.buckets, version.number))
+        self.version, self.loss_scale = version.number, version.loss_scale
+
+    @torch.no_grad()
+    def _change(self, updates: Sequence[BucketUpdate]) -> None:
+        """What came of one bucket, in order. In any thread."""
+        for bucket, codec, data, delta in updates:
             target = self.state.bucket(self.layout.buckets[bucket])
             if codec is None and delta:
                 target.add_(data)
@@ -139,6 +152,3 @@ class Published:
                 codec.add_to(data, target)
             else:
                 codec.decode(data, target)
-        self.touched.update(version.buckets)
-        self.newest.update(dict.fromkeys(version.buckets, version.number))
-        self.version, self.loss_scale = version.number, version.loss_scale
