@@ -21,11 +21,13 @@ def spin_briefly() -> None:
     while the thread that it waits for has none, at every operation. Small operations follow each other too closely to
     sleep between them. A step of 17 layers of 128 units with two threads on two cores took 1.95 ms by default, 10.9
     where they slept at once, and 2.2 like this; beside three busy processes 66, 11 (after a tenth of this) and 23. An
-    update of Adam (10.9 million values) beside two took 63, 74 and 33 ms, and 31 with one thread. To be called before
-    torch is imported (GNU's OpenMP, which torch for Linux has).
+    update of Adam (10.9 million values) beside two took 63, 74 and 33 ms, and 31 with one thread. Where there are many
+    cores some are idle, and it takes longer until the last of many threads is awake: sixteen on sixteen cores made those
+    17 layers in 2.7 ms by default, 3.8 like this, and 3.0 with ten times as much, which is what such a machine gets.
+    To be called before torch is imported (GNU's OpenMP, which torch for Linux has).
     """
     if not {_SPINS, "OMP_WAIT_POLICY"} & os.environ.keys():
-        os.environ[_SPINS] = "1000"  # some 20 to 50 us
+        os.environ[_SPINS] = "1000" if (os.cpu_count() or 1) <= _FEW else "10000"  # 1000: some 20 to 50 us
 
 
 def release_helpers() -> None:
@@ -100,5 +102,6 @@ def _compute_with(threads: int, before: int) -> None:
 
 
 _HARD = 2
+_FEW = 4  # cores
 _WORTH_A_THREAD = 4 << 20  # bytes: to start and end one takes 0.1 ms
 _MOST = 8  # threads side by side: Python's lock is held for a tenth of what they do

@@ -19,9 +19,11 @@ def nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_they_spin_briefly() -> None:
+@pytest.mark.parametrize(("cores", "spins"), [(None, "1000"), (2, "1000"), (4, "1000"), (16, "10000")])
+def test_they_spin_briefly(cores: int | None, spins: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
     openmp.spin_briefly()
-    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+    assert os.environ["GOMP_SPINCOUNT"] == spins
 
 
 @pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "0"), ("OMP_WAIT_POLICY", "active")])
