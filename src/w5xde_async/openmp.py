@@ -22,8 +22,8 @@ def spin_briefly() -> None:
     sleep between them. A step of 17 layers of 128 units with two threads on two cores took 1.95 ms by default, 10.9
     where they slept at once, and 2.2 like this; beside three busy processes 66, 11 (after a tenth of this) and 23. An
     update of Adam (10.9 million values) beside two took 63, 74 and 33 ms, and 31 with one thread. Where there are many
-    cores some are idle, and it takes longer until the last of many threads is awake: sixteen on sixteen cores made those
-    17 layers in 2.7 ms by default, 3.8 like this, and 3.0 with ten times as much, which is what such a machine gets.
+    cores some are idle, and it takes longer until the last of many threads is awake: those 17 layers took sixteen on
+    sixteen cores 2.7 ms by default, 3.8 like this, and 3.0 with ten times as much, which such a machine gets.
     To be called before torch is imported (GNU's OpenMP, which torch for Linux has).
     """
     if not {_SPINS, "OMP_WAIT_POLICY"} & os.environ.keys():
