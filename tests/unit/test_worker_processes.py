@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.simulator.loop import VirtualLoop
 
 from w5xde_async.cluster import worker_processes
 from w5xde_async.cluster.worker_processes import LocalWorkers
 from w5xde_async.runtime import loop_factory
 from w5xde_async.settings.flags import read
 from w5xde_async.settings.programs import CoordinatorSettings
+from w5xde_async.telemetry.events import WorkerJoined, WorkerLeft
 
 
 class Started:
@@ -216,3 +220,89 @@ async def test_on_windows_workers_are_told_by_ctrl_break(monkeypatch: pytest.Mon
         assert asked.options["creationflags"] == 0x200
         assert "start_new_session" not in asked.options
     assert asked.signals == [1]
+
+
+def on_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(test(*arguments, **named))
+
+    return run
+
+
+def joined(name: str) -> WorkerJoined:
+    return WorkerJoined(worker_id=name, name=name, peer="p", device="cpu", threads=1, num_workers=1)
+
+
+def left(name: str, *, clean: bool = False) -> WorkerLeft:
+    return WorkerLeft(worker_id=name, name=name, reason="silent", clean=clean, leases_returned=1, num_workers=0)
+
+
+@on_virtual_time
+async def test_one_that_is_lost_and_does_not_come_back_is_killed_and_started_again(
+    asked: Asked, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = asyncio.get_running_loop()
+    async with LocalWorkers(0, address="a:1", reference="") as workers:
+        await begun(workers, 2, asked)
+        for event in (joined("local-0"), joined("local-1"), left("local-0")):
+            workers.heard(event)
+        began = loop.time()
+        await asked.started[0].ended.wait()
+        assert loop.time() - began == pytest.approx(worker_processes._LOST_S)
+        await asyncio.sleep(1.0)
+        assert len(asked.started) == 3
+        assert [row[0] for row in asked.rows] == ["local-0", "local-1", "local-0"]
+    assert "worker local-0 neither answers nor comes back" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [joined("local-0"), left("local-0"), joined("local-0")],
+        [
+            joined("local-0"),
+            joined("local-0"),
+            left("local-0"),
+        ],  # again, before the old link was seen to end
+        [joined("local-0"), left("local-0", clean=True)],
+        [left("local-0")],
+        [joined("lab-3"), left("lab-3")],
+    ],
+)
+@on_virtual_time
+async def test_whoever_is_there_has_left_or_is_not_ours_is_let_alone(asked: Asked, events: list[Any]) -> None:
+    async with LocalWorkers(0, address="a:1", reference="") as workers:
+        await begun(workers, 1, asked)
+        for event in events:
+            workers.heard(event)
+        await asyncio.sleep(10 * worker_processes._LOST_S)
+        assert len(asked.started) == 1
+        assert not asked.started[0].ended.is_set()
+
+
+@on_virtual_time
+async def test_one_that_a_signal_has_stopped_is_waited_for(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = [True]
+    monkeypatch.setattr(worker_processes, "_is_stopped", lambda _: stopped[0])
+    async with LocalWorkers(0, address="a:1", reference="") as workers:
+        await begun(workers, 1, asked)
+        for event in (joined("local-0"), left("local-0")):
+            workers.heard(event)
+        await asyncio.sleep(10 * worker_processes._LOST_S)
+        assert not asked.started[0].ended.is_set()
+        stopped.clear()
+        stopped.append(False)
+        await asyncio.sleep(worker_processes._LOST_S + 1)
+        assert asked.started[0].ended.is_set()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="only Linux tells of a process's state")
+def test_what_a_signal_has_stopped_is_told() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert not worker_processes._is_stopped(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert worker_processes._is_stopped(process.pid)
+        process.kill()

@@ -212,5 +212,7 @@ class LocalCluster:
         )
 
     def _on_event(self, event: Event) -> None:
+        if isinstance(self._workers, LocalWorkers):
+            self._workers.heard(event)
         if isinstance(event, WorkerJoined | WorkerLeft):
             self._changed.set()

@@ -3,8 +3,9 @@
 Invariants: no process outlives the ``LocalWorkers`` that started it (SIGTERM, then SIGKILL; and where this process
 is killed itself, its end of their standard input closes and they go). Each has a session of its own, so that a
 terminal's Ctrl-C reaches the coordinator alone, which then lets them finish. A worker that crashes is started again,
-three times a minute at most; one that could never work (usage, token, model) is not. The token travels in the
-environment, which other users cannot read.
+three times a minute at most; one that could never work (usage, token, model) is not. One that the coordinator has lost
+(``heard``) and that does not come back hangs: it is killed, and started again. The token travels in the environment,
+which other users cannot read.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, Self
 
 from w5xde_async.errors import ExitCode
 from w5xde_async.runtime import start_process
+from w5xde_async.telemetry.events import Event, WorkerJoined, WorkerLeft
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 PRESTARTED = "--prestarted-by"
 
 _RESTARTS, _RESTART_WINDOW_S, _RESTART_DELAY_S = 3, 60.0, 0.25
+_LOST_S = 30.0  # so long a worker that has lost its link may take to come back: it tries every few seconds
 _HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
 _SECRETS = ("W5XDE_TOKEN", "W5XDE_TOKEN_FILE", "W5XDE_JOIN", "W5XDE_JOIN_FILE")
 _LINE_BYTES = 1 << 20
@@ -96,6 +99,8 @@ class LocalWorkers:
         self._token, self._join = token, join
         self._config_path, self._data_dir, self._grace_s = config_path, data_dir, grace_s
         self._on_all_lost = on_all_lost
+        self._here: Counter[str] = Counter()  # links, by name
+        self._lost: dict[str, asyncio.TimerHandle] = {}  # when who has lost its last link is killed
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._processes: dict[str, Process] = {}
         self._number = 0
@@ -129,6 +134,38 @@ class LocalWorkers:
     def processes(self) -> dict[str, int]:
         """Process ids of those that run, by name."""
         return {name: process.pid for name, process in self._processes.items()}
+
+    def heard(self, event: Event) -> None:
+        """What a coordinator's bus tells, of these workers among others."""
+        if isinstance(event, WorkerJoined):
+            self._here[event.name] += 1
+            self._found(event.name)
+        elif isinstance(event, WorkerLeft) and self._here[event.name]:
+            self._here[event.name] -= 1
+            if not event.clean and not self._here[event.name]:
+                self._wait_for(event.name)
+            self._here += Counter()  # names without a link are forgotten
+
+    def _wait_for(self, name: str) -> None:
+        process = self._processes.get(name)
+        if process is not None:
+            self._found(name)
+            self._lost[name] = asyncio.get_running_loop().call_later(_LOST_S, self._end_lost, name, process)
+
+    def _found(self, name: str) -> None:
+        if name in self._lost:
+            self._lost.pop(name).cancel()
+
+    def _end_lost(self, name: str, process: Process) -> None:
+        del self._lost[name]
+        if _is_stopped(process.pid):  # by whoever has a reason: it may go on
+            self._wait_for(name)
+            return
+        logger.warning(
+            "worker %s neither answers nor comes back: it hangs, in the job's code or its device, and is killed pid=%d",
+            name, process.pid,
+        )  # fmt: skip
+        _kill(process)
 
     async def scale(self, count: int) -> None:
         """Start workers, or end the youngest ones and wait until they have left in good order."""
@@ -262,6 +299,7 @@ class LocalWorkers:
             if process.stdin is not None:
                 process.stdin.close()
             reading.cancel()
+            self._found(name)
             del self._processes[name]
 
     async def _stop(self, process: Process) -> None:
@@ -338,6 +376,14 @@ def _kill(process: Process) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
             else:
                 process.kill()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process; False where the system does not say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False
 
 
 def _signal_name(number: int) -> str:

@@ -100,6 +100,7 @@ def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Call
 
         bus = Bus()
         bus.subscribe(progress)
+        bus.subscribe(workers.heard)
         coordinator = Coordinator(
             job, run_dir=run_dir, name=settings.name or "", config=config, bus=bus, job_reference=reference,
             settings=to_mapping(settings),
