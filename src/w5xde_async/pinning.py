@@ -34,8 +34,9 @@ def pin(memory: Tensor, device: torch.device, *, read_only: bool = False) -> boo
 
     def unpin() -> None:
         # Else CUDA would take what is mapped there next for these pages. Copies may be under way.
-        with suppress(RuntimeError), _cuda.device(device):
+        with suppress(RuntimeError):  # where the device is lost
             _cuda.synchronize(device)
+        with suppress(RuntimeError), _cuda.device(device):
             runtime.cudaHostUnregister(address)
 
     before_unmapped(memory, unpin)
