@@ -236,6 +236,7 @@ def test_short_steps_are_shared_out_where_that_is_faster() -> None:
     takes(0.0020)
     assert rig.in_place.shares
     rig.in_place._known.clear()
+    rig.in_place._by, rig.in_place.whole = session(), False
     rig.in_place._leaf_s.extend([0.003] * in_place._SETTLED)
     for _ in range(in_place._SETTLED):
         rig.in_place._computed = True
