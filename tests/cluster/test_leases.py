@@ -197,6 +197,19 @@ async def test_an_overdue_lease_goes_to_another_and_its_result_is_stale():
         await run.until(lambda: held(stuck, 2))  # it has shown that it lives
 
 
+async def test_one_that_never_answers_for_an_overdue_lease_is_cut_off():
+    """It lives, as far as its link says: whoever started it sees that it does not come back."""
+    async with scripted(pacing=PacingConfig(leases_ahead=1, backup_factor=1e6), silence_s=1e6) as run:
+        stuck, idle, lease = await stuck_and_idle(run)
+        await run.pass_time(5.1)
+        assert stuck.revoked() == [lease.lease]
+        await finish(run, idle, 1)
+        await run.pass_time(290.0)
+        assert len(run.training.roster.sessions) == 2
+        await run.pass_time(15.0)
+        assert len(run.training.roster.sessions) == 1
+
+
 async def test_the_only_worker_may_take_its_time():
     """Nobody else could do it sooner, and what it takes is learned: a deadline too short is no livelock."""
     async with scripted(silence_s=1e6) as run:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -480,3 +481,17 @@ async def test_metrics_are_means_over_the_leaves_that_have_them(update: str) -> 
         assert steps == [{"low": 6.0, "all": 1.0, "high": 11.0}]
     else:
         assert steps == [{"low": 2.0, "all": 1.0}, {"low": 10.0, "high": 11.0, "all": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("update", "told"),
+    [({"downlink": "topk:0.1"}, 1), ({"downlink": "sparseloco"}, 1), ({"codec": "topk:0.1"}, 0),
+     ({"downlink": "int4"}, 0)],
+    ids=str,
+)  # fmt: skip
+async def test_a_downlink_that_leaves_values_out_is_told_of(update: dict[str, Any], told: int) -> None:
+    commits, warned = Commits(), list[str]()
+    commits.bus.subscribe(lambda event: warned.append(event.text) if isinstance(event, Warned) else None)
+    async with Coordinator(jobs.mlp_sgd(), config=settings(update=UpdateConfig(**update)), bus=commits.bus):
+        pass
+    assert len([text for text in warned if "lag behind" in text]) == told

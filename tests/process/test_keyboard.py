@@ -229,7 +229,7 @@ def test_after_a_kill_the_steps_that_the_screen_showed_are_counted(start: Callab
     assert second.last("run_started")["resumed_step"] == saved
     told = [event["text"] for event in second.events if "were done before" in event.get("text", "")]
     assert len(told) == 1, second.text
-    first_again, last_again = map(int, re.findall(r"from (\d+) to (\d+)", told[0])[0])
+    first_again, last_again = map(int, re.findall(r"steps (\d+) to (\d+)", told[0])[0])
     assert (first_again, last_again >= shown) == (saved + 1, True)
 
 

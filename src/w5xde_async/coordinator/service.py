@@ -45,6 +45,7 @@ from w5xde_async.telemetry.events import Best, Bus, RunStarted, Subscriber, Warn
 from w5xde_async.telemetry.memory import host_bytes
 from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.telemetry.recorder import Recorder
+from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import ByeCode
 
 _SHORT_STEP_FLOPS = 50_000_000  # a millisecond or two on one core
@@ -411,7 +412,7 @@ class Coordinator:
         self._began = self._runtime.clock()
         self.bus.publish(self._started(prepared))
         self._outputs.began(run.training)
-        for note in resume.notes:
+        for note in (*resume.notes, *_lagging(prepared.strategy.update)):
             self.bus.publish(Warned(text=note))
         self._open_to_links.set()
 
@@ -582,3 +583,13 @@ class Coordinator:
             await wait(block(self._recorder.close), "metrics.jsonl")
         if files is not None:
             await wait(block(files.directory.close), "the run directory's lock")
+
+
+def _lagging(update: UpdateConfig) -> tuple[str, ...]:
+    """What to know of a downlink that leaves values out."""
+    if not update.downlink or not update.downlink_codec.needs_feedback:
+        return ()
+    return (
+        f"--downlink {update.downlink} brings workers a part of each change: they compute with parameters that lag "
+        "behind, and may learn little; int8 and int4 bring all of it",
+    )

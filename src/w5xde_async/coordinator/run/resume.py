@@ -81,7 +81,7 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
     if told > first and journalled and replay is not None:
         notes.append(f"the journal ends with step {first}, though step {told} had been committed")
     elif told > first:
-        notes.append(f"the {told - first} steps from {first + 1} to {told} were done before; they are done again")
+        notes.append(f"steps {first + 1} to {told}, at least, were done before; they are done again")
     state = KeptState(spec, strategy)
     # A checkpoint that names a place in a journal is refused where that journal is missing, so none may outlive it.
     named = record is not None and _position(record) is not None and (replay is None or not journalled)

@@ -16,6 +16,9 @@ from w5xde_async.plan.membership import Membership, Standing
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.wire.messages import Heartbeat
 
+#: After so long whoever owes an answer is not waited for. A compiler may take minutes in the middle of a run.
+_HANGS_S = 300.0
+
 
 class Scheduling(Protocol):
     """What the roster needs of whoever hands out work: a training, or a relay."""
@@ -68,6 +71,7 @@ class Liveness:
         self._membership, self._ledger, self._warn = membership, scheduling.ledger, warn
         self._revoke, self._overran = scheduling.revoke, scheduling.pacing.overran
         self._divert = scheduling.divert
+        self._late: dict[str, float] = {}  # since when workers owe an answer for what was taken from them
 
     def tick(self, now: float, activity: str) -> None:
         """Cut the links that are dead and give back the leases that are overdue. ``activity``: what we are doing."""
@@ -88,6 +92,17 @@ class Liveness:
         for grant in self._ledger.overdue(now):
             if self._ledger.get(grant.lease) is not None:
                 self._overdue(grant)
+        for worker, member in self._membership.members.items():
+            if member.standing is Standing.LATE:
+                self._late.setdefault(worker, now)
+            else:
+                self._late.pop(worker, None)
+        for worker, since in list(self._late.items()):
+            if worker not in self._membership.members:
+                del self._late[worker]
+            elif now - since >= _HANGS_S and (holder := self._sessions.get(worker)) is not None:
+                del self._late[worker]
+                holder.abort(f"its lease was overdue, and it has not answered for {now - since:.0f} s more: it hangs")
 
     def _sending(self, session: Session, now: float, activity: str) -> None:
         if session.outbox.idle:
