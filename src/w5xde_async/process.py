@@ -13,16 +13,19 @@ import asyncio
 import atexit
 import ctypes
 import logging
+import math
 import os
 import platform
 import signal
 import struct
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from w5xde_async.errors import DeviceLost, DiskHangs, ExitCode, LeafFailed, UpdateFailed, UsageError, W5xdeError
@@ -47,6 +50,7 @@ _NO_JOIN_SECRET = (
 
 
 CTRL_C = "Ctrl-C"
+_DEAF_S = 1.0
 _STOPS = ("SIGINT", "SIGTERM", "SIGBREAK")  # the last on Windows: Ctrl-Break, and a console that is closed
 
 
@@ -234,13 +238,17 @@ def signals(
     """The first SIGINT or SIGTERM calls ``stop(reason)``; another after that ends the process with 130 at once.
 
     So does a signal named in ``warns``, which counts as neither: a job engine sends it, and SIGTERM some time later.
+
+    Also where the loop hears nothing, since code of the user's that is called there does not return: then one ends the
+    process that comes ``_DEAF_S`` after one that was not heard.
     """
     loop = asyncio.get_running_loop()
-    told = 0
+    told, unheard_since = 0, math.inf
     forewarnings = _known(*warns)
 
     def received(number: signal.Signals) -> None:
-        nonlocal told
+        nonlocal told, unheard_since
+        unheard_since = math.inf
         if number not in forewarnings:
             told += 1
         if told > 1:
@@ -248,6 +256,18 @@ def signals(
                 abandon()
             os._exit(ExitCode.INTERRUPTED_TWICE)
         stop(_reason(number))
+
+    def unheard(number: int, _: FrameType | None) -> None:
+        """In the main thread, between two instructions of whatever it does; the loop is told besides."""
+        nonlocal unheard_since
+        if number in forewarnings:
+            return
+        now = time.monotonic()
+        if now - unheard_since >= _DEAF_S:
+            if abandon is not None:
+                abandon()
+            os._exit(ExitCode.INTERRUPTED_TWICE)
+        unheard_since = min(unheard_since, now)
 
     numbers = [number for number in (*_known(*_STOPS), *forewarnings) if signal.getsignal(number) is not signal.SIG_IGN]
     early = [number for number in numbers if _came_early(number)]
@@ -257,6 +277,7 @@ def signals(
             signal.signal(number, lambda got, _: loop.call_soon_threadsafe(received, signal.Signals(got)))
         else:
             loop.add_signal_handler(number, received, number)
+            signal.signal(number, unheard)
     try:
         if early:
             received(early[0])
