@@ -32,19 +32,16 @@ async def main():
             lock.acquire()
         await asyncio.sleep(60)
 
-with asyncio.Runner(loop_factory={"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}[sys.argv[2]]) as runner:
+loops = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+with asyncio.Runner(loop_factory=loops[sys.argv[2]]) as runner:
     runner.run(main())
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals")
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_the_second_one_ends_a_program_that_did_not_hear_the_first(loop: str) -> None:
-    does = {
-        "sleeps": ["abandoned"],
-        "computes": ["abandoned"],
-        "waits": ["abandoned"],
-        "listens": ["told SIGTERM", "abandoned"],
+    does = {what: ["abandoned"] for what in ("sleeps", "computes", "waits")} | {
+        "listens": ["told SIGTERM", "abandoned"]
     }
     running = {
         what: subprocess.Popen([sys.executable, "-c", PROGRAM, what, loop], stdout=subprocess.PIPE, text=True)
@@ -54,7 +51,7 @@ def test_the_second_one_ends_a_program_that_did_not_hear_the_first(loop: str) ->
         for process in running.values():
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-        for seconds in (0.0, 0.3, 1.2):  # it is not heard twice within a second: a terminal's and a shell's are one
+        for seconds in (0.0, 0.3, 1.2):  # two within a second are one: a terminal's and a shell's
             time.sleep(seconds)
             for what, process in running.items():
                 if what != "listens" or not seconds:
