@@ -23,7 +23,7 @@ from w5xde_async.cluster.worker_processes import LocalWorkers
 from w5xde_async.runtime import loop_factory
 from w5xde_async.settings.flags import read
 from w5xde_async.settings.programs import CoordinatorSettings
-from w5xde_async.telemetry.events import WorkerJoined, WorkerLeft
+from w5xde_async.telemetry.events import Warned, WorkerJoined, WorkerLeft
 
 
 class Started:
@@ -306,3 +306,22 @@ def test_what_a_signal_has_stopped_is_told() -> None:
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         assert worker_processes._is_stopped(process.pid)
         process.kill()
+
+
+@pytest.mark.parametrize(("joins", "hears"), [(False, True), (True, True), (False, False)])
+@on_virtual_time
+async def test_one_that_does_not_join_is_told_of(
+    asked: Asked, caplog: pytest.LogCaptureFixture, joins: bool, hears: bool
+) -> None:
+    async with LocalWorkers(0, address="a:1", reference="") as workers:
+        if hears:
+            workers.heard(Warned(text="a run begins"))
+        await begun(workers, 1, asked)
+        await asyncio.sleep(worker_processes._JOINS_S - 1)
+        assert "has not joined" not in caplog.text
+        if joins:
+            workers.heard(joined("local-0"))
+        await asyncio.sleep(10 * worker_processes._JOINS_S)
+        told = [text for text in caplog.messages if "has not joined" in text]
+        assert len(told) == (hears and not joins)
+        assert all(text.startswith("worker local-0 has not joined 60 s after") for text in told)

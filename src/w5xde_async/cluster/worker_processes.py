@@ -36,6 +36,7 @@ PRESTARTED = "--prestarted-by"
 
 _RESTARTS, _RESTART_WINDOW_S, _RESTART_DELAY_S = 3, 60.0, 0.25
 _LOST_S = 30.0  # so long a worker that has lost its link may take to come back: it tries every few seconds
+_JOINS_S = 60.0  # until one that has not joined is told of
 _HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
 _SECRETS = ("W5XDE_TOKEN", "W5XDE_TOKEN_FILE", "W5XDE_JOIN", "W5XDE_JOIN_FILE")
 _LINE_BYTES = 1 << 20
@@ -99,7 +100,9 @@ class LocalWorkers:
         self._token, self._join = token, join
         self._config_path, self._data_dir, self._grace_s = config_path, data_dir, grace_s
         self._on_all_lost = on_all_lost
+        self._hears = False  # what becomes of its workers
         self._here: Counter[str] = Counter()  # links, by name
+        self._awaited: dict[str, asyncio.TimerHandle] = {}  # when is told of who has not joined
         self._lost: dict[str, asyncio.TimerHandle] = {}  # when who has lost its last link is killed
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._processes: dict[str, Process] = {}
@@ -137,9 +140,11 @@ class LocalWorkers:
 
     def heard(self, event: Event) -> None:
         """What a coordinator's bus tells, of these workers among others."""
+        self._hears = True
         if isinstance(event, WorkerJoined):
             self._here[event.name] += 1
             self._found(event.name)
+            self._joined(event.name)
         elif isinstance(event, WorkerLeft) and self._here[event.name]:
             self._here[event.name] -= 1
             if not event.clean and not self._here[event.name]:
@@ -151,6 +156,10 @@ class LocalWorkers:
         if process is not None:
             self._found(name)
             self._lost[name] = asyncio.get_running_loop().call_later(_LOST_S, self._end_lost, name, process)
+
+    def _joined(self, name: str) -> None:
+        if name in self._awaited:
+            self._awaited.pop(name).cancel()
 
     def _found(self, name: str) -> None:
         if name in self._lost:
@@ -285,6 +294,12 @@ class LocalWorkers:
             _say(process, b"\n")
         _say(process, self._orders(name, device))
         self._processes[name] = process
+        if self._hears:
+            self._awaited[name] = asyncio.get_running_loop().call_later(
+                _JOINS_S, logger.warning,
+                "worker %s has not joined %.0f s after it was told to: it imports the job, or hangs in that pid=%d",
+                name, _JOINS_S, process.pid,
+            )  # fmt: skip
         reading = asyncio.create_task(self._forward(process, name, words), name=f"read {name}")
         try:
             code = await process.wait()
@@ -300,6 +315,7 @@ class LocalWorkers:
                 process.stdin.close()
             reading.cancel()
             self._found(name)
+            self._joined(name)
             del self._processes[name]
 
     async def _stop(self, process: Process) -> None:
