@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.pools import OfAnotherDevice
 from torch import Tensor
 
 from w5xde_async.codecs.codec import BytePool, Encoded
@@ -69,17 +70,6 @@ def test_sent_and_residuals_are_what_was_computed(name: str, seed: int) -> None:
         assert float((total - computed[bucket]).abs().max()) < 2e-4
     kept = sum(worker.residual(bucket) is not None for bucket in range(2))
     assert worker.pool.num_out == kept  # every buffer but the residuals' has gone back
-
-
-class OfAnotherDevice(BytePool):
-    """Its memory is the CPU's, and yet not that of the values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.device = torch.device("cuda")
-
-    def _new(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.support import jobs
+from tests.support.pools import OfAnotherDevice
 from torch import Tensor
 
-from w5xde_async.codecs.codec import BytePool, Encoded
+from w5xde_async.codecs.codec import Encoded
 from w5xde_async.codecs.registry import codec
 from w5xde_async.job import build_model
 from w5xde_async.params.flat import ResultVector
@@ -36,17 +37,6 @@ def sent(encoder: ResultEncoder, lease: int, vector: ResultVector) -> list[tuple
         if result.sent is not None:
             result.sent()
     return found
-
-
-class OfAnotherDevice(BytePool):
-    """Its memory is the CPU's, and yet not that of the values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.device = torch.device("cuda")
-
-    def _new(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("name", ["raw", "lz4", "int8", "topk:0.1", "lz4:int8"])
