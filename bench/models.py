@@ -341,9 +341,11 @@ def coordinate(
             seen.begin()
             reply(warm=True)
             if windows:
+                await _next_step(coordinator, ending)
                 for _ in range(windows):
                     mark = _Mark(coordinator)
                     await asyncio.sleep(window_s)
+                    await _next_step(coordinator, ending)  # whole steps, over the time that they took
                     reply(**mark.passed())
                 coordinator.request_stop()
                 result = await ending
@@ -385,6 +387,12 @@ class _Mark:
 async def _until(coordinator: Coordinator, step: int, ending: asyncio.Future[Any]) -> None:
     while coordinator.step < step and not ending.done():  # noqa: ASYNC110 (an event would have to listen to every step)
         await asyncio.sleep(0.01)
+
+
+async def _next_step(coordinator: Coordinator, ending: asyncio.Future[Any]) -> None:
+    step = coordinator.step
+    while coordinator.step == step and not ending.done():  # noqa: ASYNC110 (as above)
+        await asyncio.sleep(0.001)
 
 
 async def _stalls() -> float:
