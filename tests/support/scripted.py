@@ -190,8 +190,7 @@ class Run:
             incarnation=self._incarnation,
             clock=lambda: self.now,
         )
-        self.task(session.run())
-        made = Scripted(self, far, session, worker_id)
+        made = Scripted(self, far, session, worker_id, self.task(session.run()))
         await join(far, key=worker_id, name=worker_id, token="", terms={}, rank=rank, ranks=ranks)
         if self.shares and ranks == 1:
             self._sharing.append(made)
@@ -232,8 +231,9 @@ class Run:
 class Scripted:
     """The worker's side."""
 
-    def __init__(self, run: Run, link: Any, session: Session, worker_id: str) -> None:
+    def __init__(self, run: Run, link: Any, session: Session, worker_id: str, serving: asyncio.Task[None]) -> None:
         self.run, self.link, self.session, self.worker_id = run, link, session, worker_id
+        self.serving = serving  # the coordinator's task for it
         self.seen: list[Message] = []
         self.shard: Shard | None = None  # of an island's rank
         self.says: dict[str, Any] = {}  # and what else it says of itself

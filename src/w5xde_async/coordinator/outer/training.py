@@ -453,6 +453,9 @@ class OuterTraining:
             return self._fragments[0]
         return () if grant.step >= 0 else self._fragments[self.local_steps.of(grant.worker).asked[grant.lease]]
 
+    def unpack(self, session: Session, result: Result) -> None:
+        """It is decoded with the rest of its lease, in the aggregator's thread."""
+
     def arrived(self, session: Session, result: Result) -> None:
         self.intake.arrived(session)
         if self.ledger.get(result.lease) is None:  # it ended meanwhile

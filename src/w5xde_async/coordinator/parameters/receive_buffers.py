@@ -1,6 +1,7 @@
 """Results that a codec wrote, on their way in: received into pooled bytes, then decoded.
 
-Under ``sync`` they are decoded on the event loop, under the other rules in the aggregator's thread.
+Under ``sync`` they are decoded as they come, on the event loop or, where that takes long, in a thread; under the other
+rules in the aggregator's.
 
 Nothing is allocated before the result's lease, bucket, codec and size have been found right. Memory: at most what the
 open leases' buckets come to, each once.
@@ -8,7 +9,7 @@ open leases' buckets come to, each once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -131,14 +132,19 @@ class ReceiveBuffers:
         lease, bucket, part = self._receiving.pop(session)
         self._parts.setdefault(lease, {}).setdefault(bucket, []).append(part)
 
-    def read(self, session: Session, vector: ResultVector) -> None:
-        """What was placed for this session is complete: decode it into ``vector`` at once. Raises MalformedFrame."""
+    def read(self, session: Session, vector: ResultVector) -> Callable[[], None]:
+        """What was placed for this session is complete, and ``left`` by it: what decodes it into ``vector``, in any
+        thread; that raises MalformedFrame."""
         _, bucket, part = self._receiving.pop(session)
-        try:
-            with alone():  # in many small operations, which others would only be waited for in
-                self._decode(part, bucket, vector)
-        finally:
-            self.pool.give(part.data)
+
+        def decode() -> None:
+            try:
+                with alone():  # in many small operations, which others would only be waited for in
+                    self._decode(part, bucket, vector)
+            finally:
+                self.pool.give(part.data)
+
+        return decode
 
     def left(self, session: Session) -> None:
         """The session has ended: nothing writes for it any more."""

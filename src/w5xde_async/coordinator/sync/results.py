@@ -12,9 +12,11 @@ are added as they come.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from w5xde_async.compute.block import ComputedBlock
@@ -29,13 +31,15 @@ from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import AuditKey, Destination, SlotKey, Supplier
 from w5xde_async.hub.work.claims import Claims
 from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
-from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.leases import FailedWork
 from w5xde_async.plan.ledger import COORDINATOR, BlockGrant
 from w5xde_async.plan.numerics import EXACT
 from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Done, Failed, Result, VerdictCode
+
+#: Buckets of at most this much are unpacked on the loop: that takes about as long as the way to a thread.
+INLINE_BYTES = 4 << 20
 
 
 class _Doubt(NamedTuple):
@@ -129,7 +133,7 @@ class Results:
         if grant is None:
             self._receive_buffers.left(session)
         elif self._receive_buffers.receives(session):
-            self._receive_buffers.read(session, self._store.vector(gathered.key.of))
+            self._receive_buffers.read(session, self._store.vector(gathered.key.of))()
         gathered.writing.discard(session)
         gathered.missing.discard(session.rank)
         if grant is None:
@@ -175,6 +179,38 @@ class Results:
         """Where the results of an open lease belong."""
         return AuditKey(grant.lease) if self._ledger.is_audit(grant.lease) else grant.block
 
+    def unpack(self, session: Session, result: Result) -> Callable[[], None] | None:
+        """A placed result has come whole: what is to be done in a thread before it has ``arrived``, None where nothing
+        is that takes long. What it returns writes into the slot, and raises MalformedFrame.
+
+        Small buckets are decoded on the loop: about as fast as they were received, and still in the cache.
+        """
+        grant = self._ledger.held_by(session.worker_id, result.lease)
+        if grant is None or self._layout.result_nbytes(self._layout.result_buckets[result.bucket]) <= INLINE_BYTES:
+            return None
+        if session.shard is not None:
+            if not self._receive_buffers.receives(session):
+                return None
+            gathered = self._pieces[result.lease, result.bucket]
+            return self._receive_buffers.read(session, self._store.vector(gathered.key.of))
+        key = self._beside.get(session)
+        if key is None or self._store.is_filled(key) or not self._clear(key):
+            return None
+        del self._beside[session]
+        self._store.reserve(key, session)
+        return self._reading(session, key)
+
+    def _reading(self, session: Session, key: SlotKey) -> Callable[[], None]:
+        """What a session has received beside a slot's memory, into that."""
+        vector = self._store.vector(key.of)
+        if self._receive_buffers.receives(session):
+            return self._receive_buffers.read(session, vector)
+        target = vector.buckets[key.bucket]
+        if not target.numel():  # of which no tensor can be made
+            return lambda: None
+        received = torch.frombuffer(session.scratch(target.nbytes), dtype=target.dtype)
+        return partial(_copy, target, received)
+
     def arrived(self, session: Session, result: Result) -> None:
         """A placed result is complete. Raises MalformedFrame where a codec cannot read it."""
         grant = self._ledger.held_by(session.worker_id, result.lease)
@@ -195,12 +231,7 @@ class Results:
             return
         else:
             of, bucket = key
-            target = self._store.vector(of).buckets[bucket]
-            if self._receive_buffers.receives(session):
-                # On the loop: a bucket is decoded about as fast as it is received, and then it is in the cache.
-                self._receive_buffers.read(session, self._store.vector(of))
-            else:
-                bytes_of(target)[:] = session.scratch(target.nbytes)
+            self._reading(session, key)()
             self._store.put(key, supplier)
         self._received(grant, of, bucket)
 
@@ -547,3 +578,8 @@ def _done(grant: BlockGrant, computed: ComputedBlock) -> Done:
     """What a worker would say of it."""
     names, metrics = computed.metric_names, computed.metrics
     return Done(grant.lease, computed.losses, names, metrics, computed.untouched, (), 0, 0.0, 0.0)
+
+
+@torch.no_grad()
+def _copy(target: Tensor, received: Tensor) -> None:
+    target.copy_(received)

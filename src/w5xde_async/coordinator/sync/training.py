@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -649,6 +649,9 @@ class SyncTraining:
         self, session: Session, result: Result, specs: Sequence[BufferSpec]
     ) -> tuple[Sequence[memoryview] | None, bool]:
         return self.results.place_pieces(session, result, specs)
+
+    def unpack(self, session: Session, result: Result) -> Callable[[], None] | None:
+        return self.results.unpack(session, result)
 
     def arrived(self, session: Session, result: Result) -> None:
         self.results.arrived(session, result)

@@ -128,8 +128,12 @@ class WorkSource(Protocol):
     ) -> tuple[Sequence[memoryview] | None, bool]:
         """The same for an island's rank, whose result is what of its shard lies in the bucket."""
 
+    def unpack(self, session: Session, result: Result) -> Callable[[], None] | None:
+        """A placed result has come whole: what is to be done in a thread before it has ``arrived``, if anything is. It
+        writes into lent memory, and raises RemoteError for what cannot be read."""
+
     def arrived(self, session: Session, result: Result) -> None:
-        """A placed result is complete."""
+        """A placed result is complete, and unpacked."""
 
     def lay(self, session: Session, result: Result, piece: Tensor) -> bool:
         """A result is complete in memory that its worker shares, in ``piece``: it is to be read from there until the
@@ -190,6 +194,7 @@ class Session:
         self.state = State.GREETING
         self.receiving: int | None = None  # the lease whose result is being received into lent memory
         self._receiving_bytes = 0  # of that result
+        self._unpacking = False  # a thread writes into lent memory
         self.receiving_s = 0.0  # spent in the middle of receiving results
         self.result_bytes = 0  # of those results
         self._header_at = 0.0  # when the header of the last one came
@@ -277,6 +282,8 @@ class Session:
 
         False where that cannot be now. Of an island: the one that is received on this link.
         """
+        if self._unpacking:
+            return False
         if self.receiving is not None and not self.link.divert(self.scratch(self._receiving_bytes)):
             return False
         self.receiving = None
@@ -442,19 +449,23 @@ class Session:
         while self.state is not State.CLOSED:
             try:
                 message, specs, _ = await self.link.recv(self._accept)
+                if type(message) is Result and specs:
+                    self.receiving_s += self._clock() - self._header_at
+                    self.result_bytes += specs[0].nbytes if self.shard is None else sum(spec.nbytes for spec in specs)
+                    self._aggregating = True
+                    if self.receiving is not None and (unpack := self._work.unpack(self, message)) is not None:
+                        await self._in_thread(unpack)
+                        if self.given_up:  # meanwhile: nothing more of it counts, and the link says so next
+                            self.receiving = None
             finally:
                 placed, self.receiving = self.receiving, None
             if type(message) is Result:
                 if not specs:
                     self._take_shared(message)
-                    continue
-                self.receiving_s += self._clock() - self._header_at
-                self.result_bytes += specs[0].nbytes if self.shard is None else sum(spec.nbytes for spec in specs)
-                if placed is not None:
+                elif placed is not None:
                     self._garbage = 0
-                    self._aggregating = True
                     self._work.arrived(self, message)
-                    self._aggregating = False
+                self._aggregating = False
                 continue
             self.state = advance(COORDINATOR, self.state, message)
             if type(message) is Done:
@@ -507,6 +518,22 @@ class Session:
                     await self._say(encode(refusal))
                     self._end_reason = refusal.reason
                     return
+
+    async def _in_thread(self, unpack: Callable[[], None]) -> None:
+        """Do that in a thread, and always wait for it: the memory into which it writes is lent for as long."""
+        self._unpacking = True
+        doing = asyncio.get_running_loop().run_in_executor(None, unpack)
+        interrupted: asyncio.CancelledError | None = None
+        while not doing.done():
+            try:
+                await asyncio.wait((doing,))
+            except asyncio.CancelledError as error:
+                interrupted = error
+        self._unpacking = False
+        if interrupted is not None:
+            doing.exception()
+            raise interrupted
+        doing.result()
 
     def _take_shared(self, result: Result) -> None:
         """A result lies in memory: it is read from there."""
