@@ -210,6 +210,10 @@ async def test_one_that_never_answers_for_an_overdue_lease_is_cut_off():
         assert len(run.training.roster.sessions) == 1
 
 
+def told(run: Run, word: str) -> list[str]:
+    return [event.text for event in run.events if isinstance(event, Warned) and word in event.text]
+
+
 async def test_the_only_worker_may_take_its_time():
     """Nobody else could do it sooner, and what it takes is learned: a deadline too short is no livelock."""
     async with scripted(silence_s=1e6) as run:
@@ -218,6 +222,12 @@ async def test_the_only_worker_may_take_its_time():
         (lease,) = held(lone, 1)
         await run.pass_time(1000.0)
         assert held(lone, 1) == [lease]
+        assert told(run, "overdue") == []  # a moment of nothing is no reason to worry anybody
+        for _ in range(3):
+            await run.pass_time(50.0)
+        (text,) = told(run, "overdue")  # once
+        assert "lone" in text
+        assert "no other worker is here" in text
         other = await run.worker("other")
         await run.pass_time(0.1)
         assert lone.revoked() == [lease.lease]

@@ -6,6 +6,7 @@ we are when nothing else is on its way to it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from w5xde_async.wire.messages import Heartbeat
 
 #: After so long whoever owes an answer is not waited for. A compiler may take minutes in the middle of a run.
 _HANGS_S = 300.0
+_TELLS_S = 60.0  # overdue for so long: who waits for the only worker is told so
 
 
 class Scheduling(Protocol):
@@ -71,6 +73,7 @@ class Liveness:
         self._membership, self._ledger, self._warn = membership, scheduling.ledger, warn
         self._revoke, self._overran = scheduling.revoke, scheduling.pacing.overran
         self._divert = scheduling.divert
+        self._alone, self._alone_since = -1, math.inf  # a lease that is overdue and nobody else can have; inf: told
         self._late: dict[str, float] = {}  # since when workers owe an answer for what was taken from them
 
     def tick(self, now: float, activity: str) -> None:
@@ -91,7 +94,7 @@ class Liveness:
                 silent.abort(f"silent for {now - member.last_seen:.0f} s", silent=True)
         for grant in self._ledger.overdue(now):
             if self._ledger.get(grant.lease) is not None:
-                self._overdue(grant)
+                self._overdue(grant, now)
         for worker, member in self._membership.members.items():
             if member.standing is Standing.LATE:
                 self._late.setdefault(worker, now)
@@ -123,11 +126,12 @@ class Liveness:
         elif not session.rank and session.worker_id in self._membership.members:
             self._membership.members[session.worker_id].last_seen = now
 
-    def _overdue(self, grant: Grant) -> None:
+    def _overdue(self, grant: Grant, now: float) -> None:
+        holder = self._sessions.get(grant.worker)
         if self._membership.num_ready <= self._membership.is_ready(grant.worker):
+            self._wait_for(grant, grant.worker if holder is None else holder.name, now)
             return  # nobody else could do it sooner
         self._overran(grant.worker)
-        holder = self._sessions.get(grant.worker)
         if holder is not None and holder.is_receiving(grant.lease) and not self._divert(holder):
             # Its bytes are on their way into the block's memory: only the end of the link frees that.
             holder.abort("its lease's deadline passed in the middle of a result")
@@ -143,6 +147,16 @@ class Liveness:
         self._ledger.give_back(grant.lease)
         self._revoke(grant, "its deadline passed")
         self.await_answer(grant.worker)
+
+    def _wait_for(self, grant: Grant, name: str, now: float) -> None:
+        if self._ledger.get(self._alone) is None:
+            self._alone, self._alone_since = grant.lease, now
+        elif grant.lease == self._alone and now - self._alone_since >= _TELLS_S:
+            self._alone_since = math.inf
+            self._warn(
+                f"lease {grant.lease} of {name} is overdue, and no other worker is here: it is waited for. If {name} "
+                "hangs, end its process, or start another worker, which is given the lease"
+            )
 
     def await_answer(self, worker: str) -> None:
         """A lease of this worker was taken from it: it gets no other until it has said what became of that one.
