@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
@@ -87,7 +87,9 @@ def side_by_side(work: Callable[[_T], _R], items: Sequence[_T], nbytes: int) -> 
         some()
     else:
         with ThreadPoolExecutor(threads - 1, thread_name_prefix="w5xde-beside") as others:
-            running = [others.submit(some) for _ in range(threads - 1)]
+            running: list[Future[None]] = []
+            with suppress(RuntimeError):  # it can start no thread: those that there are do it
+                running.extend(others.submit(some) for _ in range(threads - 1))
             some()
             for one in running:
                 one.result()

@@ -56,6 +56,7 @@ LEVELS = {
     "config": 2,
     "errors": 1,
     "openmp": 1,
+    "threads": 1,
     "users_code": 1,
 }
 MAIN = 30

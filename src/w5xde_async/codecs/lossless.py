@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import lz4.block
@@ -185,8 +186,12 @@ def _each(work: Callable[[Any], _T], pieces: Sequence[Any]) -> list[_T]:
     share = -(-len(pieces) // threads)
     shares = [pieces[start : start + share] for start in range(0, len(pieces), share)]
     with ThreadPoolExecutor(len(shares) - 1, thread_name_prefix="w5xde-lz4") as pool:
-        others = [pool.submit(lambda part: list(map(work, part)), part) for part in shares[1:]]
+        others: list[Future[list[_T]]] = []
+        with suppress(RuntimeError):  # it can start no thread: those that there are do it
+            others.extend(pool.submit(lambda part: list(map(work, part)), part) for part in shares[1:])
         done = list(map(work, shares[0]))  # by this thread, which would wait otherwise
         for other in others:
             done += other.result()
+    for part in shares[1 + len(others) :]:
+        done += map(work, part)
     return done

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from w5xde_async.net.stream import (
@@ -32,6 +33,7 @@ from w5xde_async.net.stream import (
     StreamLost,
     ended_by,
 )
+from w5xde_async.threads import ended, submitted
 from w5xde_async.wire.frame import Buffer
 
 #: A payload with this much left is worth a thread (a hop costs about 55 us, 512 KiB about 100 us).
@@ -310,29 +312,19 @@ class SocketChannel(Channel):
         """Run ``pump`` in the executor and always wait for it: it uses the caller's memory and our descriptor."""
         assert self._bulk is not None
         try:
-            job = self._bulk.submit(pump, *args)
-        except RuntimeError:  # the executor is shut down: go on without it
+            job = submitted(self._bulk.submit, partial(pump, *args))
+        except RuntimeError:  # the executor is shut down, or can start no thread: go on without it
             self._bulk = None
             return idle
         self._jobs.add(job)
-        done = asyncio.wrap_future(job)
-        interrupted: asyncio.CancelledError | None = None
-        while not done.done():
-            try:
-                await asyncio.wait((done,))
-            except asyncio.CancelledError as error:
-                interrupted = error
-                self.abort()  # ends the thread's socket calls at once, or the job before it starts
-        self._jobs.discard(job)
-        self._turn = 0
-        if self._closed and not self._jobs:
-            self._sock.close()
-        failed = None if done.cancelled() else done.exception()
-        if interrupted is not None:
-            raise interrupted
+        try:
+            done = await ended(job, self.abort)  # which ends the thread's socket calls, or the job before it starts
+        finally:
+            self._jobs.discard(job)
+            self._turn = 0
+            if self._closed and not self._jobs:
+                self._sock.close()
         self._check()
-        if failed is not None:
-            raise failed
         return done.result()
 
     async def aclose(self) -> None:

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
@@ -38,6 +39,7 @@ from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.shard import Shard
 from w5xde_async.store.failpoints import failpoint
+from w5xde_async.threads import ended, submitted
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, encode
 from w5xde_async.wire.handshake import COORDINATOR, NONCE_BYTES, State, advance, member_id, prove, verify
 from w5xde_async.wire.messages import (
@@ -521,19 +523,18 @@ class Session:
 
     async def _in_thread(self, unpack: Callable[[], None]) -> None:
         """Do that in a thread, and always wait for it: the memory into which it writes is lent for as long."""
+        loop = asyncio.get_running_loop()
+        try:
+            job = submitted(partial(loop.run_in_executor, None), unpack)
+        except RuntimeError:  # it can start no thread
+            unpack()
+            return
         self._unpacking = True
-        doing = asyncio.get_running_loop().run_in_executor(None, unpack)
-        interrupted: asyncio.CancelledError | None = None
-        while not doing.done():
-            try:
-                await asyncio.wait((doing,))
-            except asyncio.CancelledError as error:
-                interrupted = error
-        self._unpacking = False
-        if interrupted is not None:
-            doing.exception()
-            raise interrupted
-        doing.result()
+        try:
+            done = await ended(job)
+        finally:
+            self._unpacking = False
+        done.result()
 
     def _take_shared(self, result: Result) -> None:
         """A result lies in memory: it is read from there."""
