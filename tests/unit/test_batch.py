@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from w5xde_async.compute.batch import flatten, joined, leaves_of, map_tensors, rows, unflatten
 from w5xde_async.errors import MalformedFrame
@@ -192,6 +193,25 @@ def test_rows_cut_what_has_a_row_for_each_sample() -> None:
     assert cut["mask"].shape == (2, 2)
     assert (cut["name"], cut["lr"], cut["two"]) == (["b", "c"], 0.1, ["p", "q"])
     assert (cut["pair"][0].tolist(), float(cut["pair"][1])) == ([1, 2], 1.0)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 5])
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda i: (str(i), torch.full((3,), i)),
+        lambda i: {"name": str(i), "x": torch.full((3,), i), "y": i, "z": float(i)},
+        lambda i: (torch.full((2, 2), i), {"names": (str(i), bytes([i]))}, i),
+        lambda i: [(str(i), i), (float(i), str(-i))],
+    ],
+    ids=["text and rows", "dict", "nested", "pairs"],
+)
+def test_rows_of_what_torch_collates_are_what_it_collates_of_those_samples(sample: Any, samples: int) -> None:
+    made = [sample(index) for index in range(samples)]
+    whole = default_collate(made)
+    for begin in range(samples):
+        for end in range(begin + 1, samples + 1):
+            assert same(rows(whole, samples, begin, end), default_collate(made[begin:end]))
 
 
 def test_map_tensors_keeps_everything_else() -> None:

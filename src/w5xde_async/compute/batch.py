@@ -233,8 +233,11 @@ def rows(batch: Any, samples: int, start: int, stop: int) -> Any:
         if batch.dim() and batch.shape[0] == samples:
             return _aligned(batch[start:stop])
         return batch
-    if isinstance(batch, list) and len(batch) == samples and all(isinstance(i, (str, int, float)) for i in batch):
-        return batch[start:stop]  # what collating gives for strings: one a sample
+    # Collating gives strings as a list inside of dicts, as a tuple elsewhere: one a sample. A tuple of numbers may be a
+    # size.
+    scalars = (str, int, float) if isinstance(batch, list) else (str, bytes)
+    if isinstance(batch, (tuple, list)) and len(batch) == samples and all(isinstance(i, scalars) for i in batch):
+        return batch[start:stop]
     if isinstance(batch, (tuple, list)):
         return type(batch)(rows(item, samples, start, stop) for item in batch)
     if isinstance(batch, Mapping):
