@@ -101,6 +101,28 @@ class random_state:
         _TURN.release()
 
 
+class Claim:
+    """Whether this thread has the random state, for which it waits no longer than ``seconds``; until the end.
+
+    >>> with Claim() as mine:
+    ...     mine
+    True
+    """
+
+    __slots__ = ("_mine", "_seconds")
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> bool:
+        self._mine = _TURN.acquire(blocking=False) or (self._seconds > 0 and _TURN.acquire(timeout=self._seconds))
+        return self._mine
+
+    def __exit__(self, *_: object) -> None:
+        if self._mine:
+            _TURN.release()
+
+
 def draws_random(action: Callable[[], object], seed: int) -> bool:
     """Run ``action`` with all generators seeded and tell whether it drew from any of them."""
     with random_state():

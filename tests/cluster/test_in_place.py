@@ -65,6 +65,12 @@ def the_signal_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def workers_of_this_process_draw_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which no others do: these are waited for."""
+    monkeypatch.setattr(in_place, "_MOMENT_S", 5.0)
+
+
+@pytest.fixture(autouse=True)
 def it_is_always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here, whatever else the machine does."""
     took = InPlace.took

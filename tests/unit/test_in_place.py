@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -28,6 +29,7 @@ from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import Sampler, StepPlan
 from w5xde_async.plan.tree import Block
+from w5xde_async.randomness import Claim, random_state
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.users_code import Overdue, time_limit
 from w5xde_async.wire.messages import Done
@@ -487,3 +489,57 @@ def test_the_signal_is_not_taken_from_anybody() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, lambda *_: None)
     assert not time_limit.is_free()
+
+
+class Elsewhere:
+    """Another thread that has the process's random state, as an evaluation has it."""
+
+    def __enter__(self) -> None:
+        self._taken, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._hold)
+        self._thread.start()
+        self._taken.wait()
+
+    def _hold(self) -> None:
+        with random_state():
+            self._taken.set()
+            self._over.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def test_while_others_draw_workers_go_on_and_nobody_waits() -> None:
+    rig, told = Rig(), list[str]()
+    rig.in_place._tell = told.append
+    rig.prove(session())
+    with Elsewhere():
+        began = time.monotonic()
+        assert not rig.stands_in
+        assert not rig.here(0.5)
+        assert time.monotonic() - began < 2.0  # or it would be for as long as the other has it
+    assert rig.stands_in  # and nothing was wrong
+    assert rig.here(0.5)
+    assert told == []
+
+
+def test_a_moment_of_others_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    class Seen(Claim):
+        def __init__(self, seconds: float) -> None:
+            asked.append(seconds)
+            super().__init__(seconds)
+
+    monkeypatch.setattr(in_place, "Claim", Seen)
+    rig = Rig()
+    rig.prove(session())
+    with Elsewhere():
+        asked.clear()
+        assert not any(rig.stands_in for _ in range(4))
+        assert [seconds > 0 for seconds in asked] == [True, False, False, False]
+    assert rig.stands_in
+    asked.clear()
+    assert rig.stands_in
+    assert asked[0] > 0

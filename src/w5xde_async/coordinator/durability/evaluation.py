@@ -24,7 +24,7 @@ from w5xde_async.openmp import release_helpers
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import Steps
-from w5xde_async.randomness import draws_random, random_state, seed_all
+from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.telemetry.events import Bus, Evaluated, Warned
 from w5xde_async.users_code import users_code
 
@@ -34,7 +34,6 @@ class Evaluator:
 
     def __init__(self, job: Job, model: nn.Module, layout: Layout) -> None:
         self._job, self._model, self._layout = job, model, layout
-        self._draws: bool | None = None  # whether evaluate uses random numbers; None: not tried yet
 
     def measure(self, snapshot: Mapping[str, Tensor]) -> dict[str, float]:
         """The metrics of these parameters. Raises what the job raises, and TypeError for what is no number."""
@@ -59,13 +58,8 @@ class Evaluator:
                 for entry, tensor in zip(self._layout.entries, state_of(model, self._layout), strict=True):
                     tensor.copy_(snapshot[entry.name])
                 model.eval()
-                if self._draws is None:
-                    self._draws = draws_random(run, seed)
-                elif self._draws:
-                    with random_state():
-                        seed_all(seed)
-                        run()
-                else:
+                with random_state():  # even if it has never drawn: others' leaves and samples are seeded meanwhile
+                    seed_all(seed)
                     run()
         finally:
             release_helpers()  # or who computes steps meanwhile would wait asleep between operations

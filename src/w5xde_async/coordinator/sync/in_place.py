@@ -37,6 +37,7 @@ from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.plan.numerics import EXACT
 from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.plan.tree import Block
+from w5xde_async.randomness import Claim
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.users_code import Overdue, time_limit, users_code
 from w5xde_async.wire.messages import Done
@@ -50,6 +51,7 @@ _MOST_PATIENCE = 4096  # steps by way of workers, before it is tried again
 _BESIDE_S = 0.0005  # what a whole step takes here beside its leaves
 _WEIGHED, _MOST_WEIGHED = 16, 256  # times that steps are compared, before what was slower is tried again
 _LONGEST_S = 5.0
+_MOMENT_S = 0.005  # that the loop waits for others' random numbers, once in a row
 MOST_LENT = 4  #: results that wait for their step's end where they were summed; others are copied
 
 
@@ -118,6 +120,7 @@ class InPlace:
         self._settles = self._patience = _SETTLED  # steps by workers before the first one that is compared
         self._watched: tuple[Session, Done] | None = None  # whose part of the step under way could be computed here
         self._version = -1  # of the parameters that the engine has
+        self._drew = True  # nobody else had the random state, when it was asked for last
         self._lent: list[ResultVector] = []  # vectors in which parts of the step under way lie
         self._batch: Batch | None = None  # of the step under way, where it is computed here
         self._computed = self._compared = False  # the step under way was computed here; in place of a worker, or beside
@@ -132,6 +135,9 @@ class InPlace:
         """In place of which worker, that is a member, something is computed here now."""
         if self._by is None or self._over:
             return None
+        with self._claim() as self._drew:
+            if not self._drew:
+                return None
         if not is_member(self._by):
             self._by = next((one for one in members() if _kind(one) == self._kind), None)
         return self._by
@@ -280,6 +286,15 @@ class InPlace:
         self._lent.clear()
 
     def _compute(self, plan: StepPlan, block: Block, batch: Batch, threads: int) -> ComputedBlock | None:
+        with self._claim() as self._drew:
+            return self._compute_alone(plan, block, batch, threads) if self._drew else None
+
+    def _claim(self) -> Claim:
+        """Of the process's random state. A read has it for a moment, an evaluation perhaps for minutes, in which
+        workers go on."""
+        return Claim(_MOMENT_S if self._drew else 0.0)
+
+    def _compute_alone(self, plan: StepPlan, block: Block, batch: Batch, threads: int) -> ComputedBlock | None:
         task = Task(
             step=plan.step, start=block.start, samples=batch.samples, loss_scale=self._rule.loss_scale,
             structure=batch.structure, packed=batch.packed,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import DeviceLost, IslandBroken, MalformedFrame, headline
 from w5xde_async.parallel.engine import LoneLeafError
+from w5xde_async.randomness import Claim
 from w5xde_async.wire.messages import Submit, Verdict
 from w5xde_async.worker.executors.executor import HeldLease, LeaseExecutor, Version
 
@@ -121,13 +122,15 @@ class ComputeQueue:
         if not self._items or self._running is not None or self._stopping:
             return
         if 0 < self._expected_s() <= self._thread.inline_s:
-            try:
-                self._work()
-            except Exception as error:
-                self._on_failure(error)
-        else:
-            self._running = self._loop.run_in_executor(self._thread.pool, self._work)
-            self._running.add_done_callback(self._worked)
+            with Claim() as mine:  # else the loop would wait for whoever reads samples that draw
+                if mine:
+                    try:
+                        self._work()
+                    except Exception as error:
+                        self._on_failure(error)
+                    return
+        self._running = self._loop.run_in_executor(self._thread.pool, self._work)
+        self._running.add_done_callback(self._worked)
 
     def _expected_s(self) -> float:
         """How long what is queued will take, by the last block; 0 where that is not known or no lease is queued.

@@ -1,0 +1,76 @@
+"""What ``evaluate`` draws is seeded, and nobody else draws meanwhile, whenever it begins to draw."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tests.support import jobs
+from torch import nn
+
+from w5xde_async.coordinator.durability.evaluation import Evaluator
+from w5xde_async.job import build_model
+from w5xde_async.params.flat import state_of
+from w5xde_async.params.layout import Layout
+from w5xde_async.randomness import Claim
+
+
+def draw() -> float:
+    return float(torch.rand(())) + random.random() + float(np.random.rand())
+
+
+@pytest.mark.parametrize("quiet", [0, 1, 5])
+def test_an_evaluation_draws_the_same_whenever_it_begins_to(quiet: int) -> None:
+    """``quiet``: evaluations before that draw nothing."""
+    calls, drawn = 0, list[float]()
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        nonlocal calls
+        calls += 1
+        if calls > quiet:
+            drawn.append(draw())
+        return {"calls": calls}
+
+    made = replace(jobs.mlp_sgd(), evaluate=evaluate)
+    model = build_model(made)
+    layout = Layout.of(model)
+    snapshot = {
+        entry.name: tensor.clone() for entry, tensor in zip(layout.entries, state_of(model, layout), strict=True)
+    }
+    evaluator = Evaluator(made, model, layout)
+    before = torch.get_rng_state()
+    for _ in range(quiet + 3):
+        draw()  # somebody else's, between two of them
+        evaluator.measure(snapshot)
+    assert len(set(drawn)) == 1
+    torch.set_rng_state(before)
+    draw()
+    evaluator.measure(snapshot)
+    assert drawn[-1] == drawn[0]
+
+
+def test_nobody_else_draws_while_an_evaluation_runs_that_has_never_drawn() -> None:
+    free: list[bool] = []
+
+    def ask() -> None:
+        with Claim() as mine:
+            free.append(mine)
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        other = threading.Thread(target=ask)
+        other.start()
+        other.join()
+        return {"x": 1.0}
+
+    made = replace(jobs.mlp_sgd(), evaluate=evaluate)
+    model = build_model(made)
+    layout = Layout.of(model)
+    snapshot = dict(zip((entry.name for entry in layout.entries), state_of(model, layout), strict=True))
+    evaluator = Evaluator(made, build_model(made), layout)
+    for _ in range(3):
+        evaluator.measure(snapshot)
+    assert free == [False, False, False]
