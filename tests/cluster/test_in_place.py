@@ -108,7 +108,7 @@ def short(make: Callable[[], Job], **changes: Any) -> Job:
 
 
 @pytest.mark.parametrize(
-    "make", [jobs.mlp_adamw, jobs.cnn_sgd, jobs.odd, jobs.accumulated, jobs.fp16, jobs.words, jobs.metrics]
+    "make", [jobs.mlp_adamw, jobs.cnn_sgd, jobs.odd, jobs.accumulated, jobs.fp16, jobs.words, jobs.metrics, jobs.noisy]
 )
 async def test_the_bits_are_those_of_one_process(make: Callable[[], Job]) -> None:
     """Frozen and unused parameters, buffers, other dtypes, a loss scale, batches that are collated, metrics."""

@@ -145,6 +145,7 @@ def texts(events: list[Event]) -> str:
         "mlp_sgd",
         "odd",
         "fp16",
+        "noisy",
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("mlp_adamw", "cnn_adamw", "gpt_adamw", "words")),
     ],
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import random
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -13,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -297,8 +300,48 @@ def fp16() -> Job:
     return half_precision("fp16")
 
 
+class Noisy(torch.optim.SGD):
+    """SGD with noise of every kind of generator (Langevin dynamics: Welling & Teh 2011), which keeps its last gradients
+    in a place of its own and averages them in."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.02)
+        self.last: deque[list[Tensor]] = deque(maxlen=3)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters]
+        self.last.append([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)])
+        super().step()
+        for index, parameter in enumerate(parameters):
+            noise = torch.randn_like(parameter) + random.gauss(0, 1) + float(np.random.standard_normal())
+            parameter.add_(noise, alpha=1e-3)
+            for before in self.last:
+                parameter.sub_(before[index], alpha=1e-3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "last": [list(gradients) for gradients in self.last]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last = deque(state["last"], maxlen=3)
+        super().load_state_dict({name: value for name, value in state.items() if name != "last"})
+
+
+class Jitter(torch.optim.lr_scheduler.LRScheduler):
+    """A learning rate that is drawn anew for each step."""
+
+    def get_lr(self) -> list[float]:
+        return [rate * (0.5 + random.random()) for rate in self.base_lrs]
+
+
+def noisy() -> Job:
+    """An optimizer and a scheduler that draw."""
+    return replace(mlp_sgd(), optimizer=lambda model: Noisy(model.parameters()), scheduler=Jitter)
+
+
 ALL: dict[str, Callable[[], Job]] = {
     job.__name__: job
     for job in (mlp_sgd, mlp_adamw, cnn_sgd, cnn_adamw, gpt_sgd, gpt_adamw, odd, accumulated, words, metrics,
-                half_precision, fp16)
+                half_precision, fp16, noisy)
 }  # fmt: skip

@@ -66,6 +66,7 @@ def _fetch(job: Job, indices: list[int]) -> Any:
 def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, list[float]]:
     seed_all(job.seed)
     model = job.model().train() if not isinstance(job.model, nn.Module) else build_model(job)
+    seed_all(seed_for("update", job.seed, "begin"))
     optimizer = job.optimizer(model)
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     step_of = step_function(job)
@@ -137,6 +138,7 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
         if batches is not None:
             for group in optimizer.param_groups:
                 group["lr"] *= batches.rate_factor(step)
+        seed_all(seed_for("update", job.seed, step))
         optimizer.step()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

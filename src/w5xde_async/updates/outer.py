@@ -300,7 +300,7 @@ class _Asynchronous(OuterRule):
     def _commit(self, fragment: int) -> Applied | None:
         self._inner.catch_up()  # before anything is taken
         self._root.group(self.group).copy_(self._rule.take(early=True))  # the last may be fewer than K
-        applied = self._inner.apply(self._root, self._present, 1, self._untouched or ())
+        applied = self._inner.apply(self._root, self._present, 1, self._untouched or (), step=self.version)
         self._untouched = None
         return replace(applied, changed=tuple(sorted({*applied.changed, *self._buffers.apply()})))
 

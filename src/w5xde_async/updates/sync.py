@@ -7,6 +7,9 @@ Before anything is applied the gradient is checked to be finite. A step that is 
 optimizer and scheduler stay as they are and, under fp16, the loss scale is halved (dynamic loss scaling: Micikevicius
 et al. 2018, section 3.2; grown after ``growth_interval`` good steps, as torch.amp.GradScaler does). Elements of buffers
 whose new value is not plausible (``updates.buffers``) stay as they are.
+
+What an optimizer or a scheduler of somebody's own draws (noise, stochastic rounding) is seeded by the job's seed and
+the number of the step, as what leaves draw is.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +29,8 @@ from w5xde_async.errors import JobError
 from w5xde_async.job import Job, made_by
 from w5xde_async.params.flat import FlatState, ResultVector, l2_norm, state_of
 from w5xde_async.params.layout import Layout
+from w5xde_async.plan.sampler import seed_for
+from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.updates.buffers import BufferState
 from w5xde_async.updates.on_device import OnDevice
 from w5xde_async.users_code import users_code
@@ -103,17 +109,21 @@ class SyncRule:
         scale: LossScale | None = None,
         across: Callable[[float], float] | None = None,
         on_device: OnDevice | None = None,
+        seed: int = 0,
     ) -> None:
         """``tensors``: the model's, in layout order. ``clip``: the largest global norm of a gradient. ``scheduler`` is
         stepped after every optimizer step. ``across``: where ``layout`` is a shard, the sum over all of them.
-        ``on_device``: where the optimizer's parameters are, if not in ``state``.
+        ``on_device``: where the optimizer's parameters are, if not in ``state``. ``seed``: the job's.
         """
         self.on_device = on_device
         self.layout, self._buffers, self._across = layout, BufferState(layout, state), across
         self._parameters = [(index, tensors[index]) for index in layout.trainable]
         self.optimizer, self.scheduler, self.clip, self.scale = optimizer, scheduler, clip, scale
-        self._is_foreign = type(optimizer).__module__.partition(".")[0] != "torch"
+        self._is_foreign = _is_foreign(optimizer)
         self._places = [parameter.data for _, parameter in self._parameters] if self._is_foreign else []
+        #: Whether a step calls code that is not torch's, which may draw: it has to wait for whoever draws just now.
+        self.may_draw = self._is_foreign or _has_hooks(optimizer) or any(map(_is_foreign, parts_of(scheduler)))
+        self._seed = seed
         self._ahead: ResultVector | None = None  # where gradients are divided that are expected
         self._expected: dict[int, _Divided] = {}  # by bucket
         self._behind = False  # the scheduler has not made the step that belongs to the last optimizer step
@@ -127,10 +137,14 @@ class SyncRule:
             raise JobError("model", "it has no trainable parameter", "set requires_grad on what is to be trained")
         on_device = None if device is None else OnDevice(model, layout, state, device)
         model = model if on_device is None else on_device.model
-        optimizer = _optimizer(job, model)
+        with random_state():
+            seed_all(seed_for("update", job.seed, "begin"))
+            optimizer = _optimizer(job, model)
+            scheduler = _scheduler(job, optimizer)
         return cls(
-            list(state_of(model, layout)), layout, state, optimizer, scheduler=_scheduler(job, optimizer),
+            list(state_of(model, layout)), layout, state, optimizer, scheduler=scheduler,
             clip=job.gradient_clip_val, scale=LossScale() if job.precision == "fp16" else None, on_device=on_device,
+            seed=job.seed,
         )  # fmt: skip
 
     @property
@@ -153,10 +167,11 @@ class SyncRule:
 
     def apply(
         self, root: ResultVector, present: Sequence[bool], samples: int, untouched: Collection[int], *,
-        sums: Sequence[Tensor] | None = None, rate_factor: float = 1.0,
+        step: int = 0, sums: Sequence[Tensor] | None = None, rate_factor: float = 1.0,
     ) -> Applied:  # fmt: skip
         """Apply one step's sum. ``present`` per result bucket; ``untouched`` entries got no gradient from any leaf.
 
+        ``step``: which it is, from 0 on; what is drawn is seeded with it.
         ``sums``: where each bucket's sum lies, where that is not ``root`` for all of them; gradients' are only read.
         ``rate_factor`` multiplies every group's learning rate in this one optimizer step; the scheduler never sees it.
         Raises SchedulerFailed.
@@ -174,7 +189,9 @@ class SyncRule:
         for index, parameter in self._parameters:
             gradient = gradients.gradients[index]
             assert gradient is not None
-            parameter.grad = None if index in untouched else gradient.to(parameter.dtype)
+            # Torch's own keep no gradient, whose memory is used again; others may.
+            kept = self._is_foreign
+            parameter.grad = None if index in untouched else gradient.to(parameter.dtype, copy=kept)
         norm = self._norm(gradients, squares)
         finite = math.isfinite(norm) and self._fits()
         if self.scale is not None:
@@ -182,11 +199,15 @@ class SyncRule:
         if not finite:
             self._forget_gradients()
             return Applied(skipped=True, gradient_norm=norm, learning_rate=learning_rate, changed=())
-        if torch.is_grad_enabled():
-            self._step(gradients, rate_factor)
+        if self.may_draw:
+            with random_state(), torch.enable_grad():
+                self._seed_draws(step)
+                self._step(rate_factor)
+        elif torch.is_grad_enabled():
+            self._step(rate_factor)
         else:
             with torch.enable_grad():  # as in a plain loop; optimizers switch it off themselves
-                self._step(gradients, rate_factor)
+                self._step(rate_factor)
         self._forget_gradients()
         changed = [bucket.index for bucket in buckets if self.layout.groups[bucket.group].role == "grad"]
         if self.on_device is not None:
@@ -242,10 +263,16 @@ class SyncRule:
         """Have the scheduler make the step that it has failed to make. Raises SchedulerFailed: nothing has changed."""
         if self._behind:
             try:
-                self._schedule()
+                with random_state() if self.may_draw else nullcontext():
+                    if self.may_draw:
+                        self._seed_draws("catch up")
+                    self._schedule()
             except Exception as error:
                 raise SchedulerFailed(error) from error
             self._behind = False
+
+    def _seed_draws(self, of: int | str) -> None:
+        seed_all(seed_for("update", self._seed, of), self._parameters[0][1].device)
 
     def _schedule(self) -> None:
         """Step the scheduler; where it raises, it and the learning rates are what they were."""
@@ -266,13 +293,13 @@ class SyncRule:
                 group.update({**kept, "params": group["params"]})
             raise
 
-    def _step(self, gradients: ResultVector, rate_factor: float) -> None:
+    def _step(self, rate_factor: float) -> None:
         if rate_factor == 1.0:
             self.optimizer.step()
         else:
             self._step_at(rate_factor)
         if self._is_foreign:
-            self._take_back(gradients)
+            self._take_back()
         if self.scheduler is not None:
             try:
                 self._schedule()
@@ -290,16 +317,14 @@ class SyncRule:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
-    def _take_back(self, gradients: ResultVector) -> None:
-        """After a step of an optimizer that is not torch's own, which may do what befits tensors of its own: give a
-        parameter other memory (``p.data = ...``), or keep a gradient, whose memory is used again here."""
-        with torch.no_grad():
-            for (_, parameter), place in zip(self._parameters, self._places, strict=True):
-                if parameter.data_ptr() != place.data_ptr():
-                    place.copy_(parameter)
-                    parameter.data = place
-        kept = gradients.memory.untyped_storage().data_ptr()
-        _without(self.optimizer, kept, set())
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        """After a step of an optimizer that is not torch's own, which may have given a parameter other memory
+        (``p.data = ...``)."""
+        for (_, parameter), place in zip(self._parameters, self._places, strict=True):
+            if parameter.data_ptr() != place.data_ptr():
+                place.copy_(parameter)
+                parameter.data = place
 
     def _fits(self) -> bool:
         """Whether gradients of float16 parameters are still finite in float16, whose range is the smaller one."""
@@ -353,32 +378,13 @@ class SyncRule:
             self.scale.value, self.scale.good_steps = float(state["scale"][0]), int(state["scale"][1])
 
 
-def _without(value: Any, storage: int, seen: set[int]) -> Any:
-    """``value``, with a copy in place of each tensor in it that lies in the memory at ``storage``.
+def _has_hooks(optimizer: Any) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
-    Containers are changed in place where they can be. ``seen``: ids of those that were looked at, for an optimizer may
-    refer to itself.
-    """
-    if isinstance(value, Tensor):
-        lies_there = value.layout is torch.strided and value.numel() > 0
-        return value.clone() if lies_there and value.untyped_storage().data_ptr() == storage else value
-    if not isinstance(value, dict | list | tuple | torch.optim.Optimizer) or id(value) in seen:
-        return value
-    seen.add(id(value))
-    if isinstance(value, torch.optim.Optimizer):
-        _without(vars(value), storage, seen)
-    elif isinstance(value, dict):
-        for key, held in value.items():
-            if (found := _without(held, storage, seen)) is not held:
-                value[key] = found
-    elif isinstance(value, list):
-        for index, held in enumerate(value):
-            if (found := _without(held, storage, seen)) is not held:
-                value[index] = found
-    elif type(value) is tuple:
-        made = tuple([_without(held, storage, seen) for held in value])
-        return value if all(a is b for a, b in zip(made, value, strict=True)) else made
-    return value
+
+def _is_foreign(made: object) -> bool:
+    """Whether its code is not torch's. (What ``LambdaLR`` is given is a function of the step's number.)"""
+    return made is not None and type(made).__module__.partition(".")[0] != "torch"
 
 
 def parts_of(scheduler: Any) -> list[Any]:

@@ -72,8 +72,11 @@ class Evaluator:
 
     def ends(self, metrics: dict[str, float]) -> bool:
         """Whether the job's ``stop_when`` finishes the run at these metrics. Raises what it raises."""
-        with users_code():
-            return self._job.stop_when is not None and bool(self._job.stop_when(dict(metrics)))
+        if self._job.stop_when is None:
+            return False
+        with users_code(), random_state():
+            seed_all(self._job.seed)
+            return bool(self._job.stop_when(dict(metrics)))
 
 
 class Evaluation:

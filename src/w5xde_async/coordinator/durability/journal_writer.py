@@ -409,7 +409,7 @@ def apply_entry(entry: Entry, layout: Layout, rule: SyncRule, vector: ResultVect
         raise CheckpointCorrupt(
             f"journal, step {entry.step}", f"the record does not fit the model ({error!r})"
         ) from error
-    applied = rule.apply(vector, present, samples, untouched)
+    applied = rule.apply(vector, present, samples, untouched, step=entry.step - 1)
     before = number(told.get("gradient_norm"))
     same = applied.gradient_norm == before or (applied.gradient_norm != applied.gradient_norm and before != before)
     return Replayed(applied=applied, samples_applied=applied_before, line=line, same=same, bad_samples=bad_samples)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from w5xde_async.params.flat import ResultVector, l2_norm
 from w5xde_async.params.reducer import Halves, VectorPool
 from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.plan.tree import Block
+from w5xde_async.randomness import Claim
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.updates.sync import Applied, SchedulerFailed, SyncRule
 from w5xde_async.users_code import users_code
@@ -176,7 +178,7 @@ class Aggregator(ParameterOwner):
             failpoint("apply.before")
             with users_code():  # the optimizer and the scheduler
                 applied = self.rule.apply(
-                    root, present, step.plan.num_samples, step.untouched or set(), sums=sums,
+                    root, present, step.plan.num_samples, step.untouched or set(), step=step.plan.step, sums=sums,
                     rate_factor=step.rate_factor,
                 )  # fmt: skip
             failpoint("apply.after")
@@ -194,10 +196,14 @@ class Aggregator(ParameterOwner):
                 torch.set_num_threads(threads)
 
         try:
+            made: tuple[Applied, list[Piece]] | None = None
             if self._small and self._update_s < _INLINE_UPDATE_S and self._idle:
-                applied, pieces = apply()
-            else:
-                applied, pieces = await self.submit(apply_small if self._small else apply)
+                # Whoever draws just now is waited for in the thread.
+                with Claim() if self.rule.may_draw else nullcontext(True) as mine:
+                    made = apply() if mine else None
+            if made is None:
+                made = await self.submit(apply_small if self._small else apply)
+            applied, pieces = made
         except Exception as error:
             self.torn = not isinstance(error, SchedulerFailed)
             raise await self._failed(step.plan.step, error) from error
