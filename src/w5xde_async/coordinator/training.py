@@ -437,6 +437,9 @@ class Training(WorkSource, Protocol):
     def stop(self, grace_s: float | None = None) -> None:
         """End after the step under way, or after ``grace_s`` (that of the config) where that takes longer."""
 
+    def finish(self) -> None:
+        """End here, as after the last step. Under an exact rule nothing more is committed."""
+
     def data_came(self) -> None:
         """The loader has read something: leases that waited for it can be sent."""
 

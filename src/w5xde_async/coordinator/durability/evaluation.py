@@ -104,11 +104,16 @@ class Evaluation:
         self._on_end, self._on_error = on_end, on_error
         self._evaluating: asyncio.Task[None] | None = None
 
+    @property
+    def _decides(self) -> bool:
+        """Whether what an evaluation finds decides how the run goes on: by ``stop_when``, or which state is kept as the
+        best."""
+        return self.best_model is not None or (self._evaluator is not None and self._evaluator.may_end)
+
     def awaited(self) -> asyncio.Task[None] | None:
-        """The evaluation that is under way, where what it finds decides how the run goes on: by ``stop_when``, or which
-        state is kept as the best. Were training not to wait, that would depend on how long evaluations take."""
-        decides = self.best_model is not None or (self._evaluator is not None and self._evaluator.may_end)
-        return self._evaluating if decides else None
+        """The evaluation that is under way, where it decides. Were training not to wait, that would depend on how long
+        evaluations take."""
+        return self._evaluating if self._decides else None
 
     def on_commit(self, commit: Commit, parameters: Parameters, tasks: asyncio.TaskGroup) -> None:
         """Runs before anything else can touch the parameters: what is submitted to their thread sees this version."""
@@ -119,6 +124,12 @@ class Evaluation:
         if due and self._evaluator is not None and (self._evaluating is None or self._evaluating.done()):
             evaluating = self._evaluate(self._evaluator, commit.step, parameters.submit(parameters.snapshot))
             self._evaluating = tasks.create_task(evaluating, name=f"evaluate {commit.step}")
+
+    def take_up(self, step: int, parameters: Parameters, tasks: asyncio.TaskGroup) -> None:
+        """The run goes on after ``step``, where it was killed: was an evaluation under way there that decides, it is
+        made again. Before anything else can touch the parameters."""
+        if self._decides:
+            self.on_commit(Commit(step=step, before=step - 1), parameters, tasks)
 
     async def evaluate_last(self, step: int, parameters: Parameters) -> None:
         """The run is finished, after ``step`` steps: what it came to."""

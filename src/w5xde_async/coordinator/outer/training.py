@@ -189,6 +189,9 @@ class OuterTraining:
             self._give_back_unbegun(worker)
         self.schedule()
 
+    def finish(self) -> None:
+        self.stop()
+
     def tick(self, now: float) -> None:
         self.roster.tick(now, shown_progress(self.progress, self.total_steps))
         self.schedule()

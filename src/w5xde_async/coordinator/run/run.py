@@ -107,12 +107,15 @@ class Run:
             store=None if files is None else files.checkpoints, every=config.checkpoint_every,
             every_s=config.checkpoint_time_s, before_save=self._hooks.before_save, saved_step=resume.saved_step,
         )  # fmt: skip
+        self._unsettled = 0 if resume.settled else resume.step  # what was evaluated there may not have decided yet
         self.training = self._begin(History(step=resume.step, samples=resume.samples, loss=resume.loss))
         self.checkpointing = self._checkpointing()
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Train to the end, a stop or a failure (which is raised)."""
         self._tasks = tasks
+        if self._unsettled:
+            self.evaluation.take_up(self._unsettled, self.training.aggregator, tasks)
         while True:
             training, spec = self.training, self._spec
             finding = training.roster.programs.run(
@@ -157,7 +160,8 @@ class Run:
         """The job's ``stop_when`` finishes the run, unless it ends already."""
         training = self.training
         if training.progress < training.total_steps and not training.phase.lifecycle.ends:
-            self.stop()
+            self._stopping = True
+            training.finish()
 
     def abandon(self) -> bool:
         """Wait for no disk and no evaluation any more. Whether anybody did."""

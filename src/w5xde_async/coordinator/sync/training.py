@@ -123,6 +123,7 @@ class SyncTraining:
         self._sent_out = first_step  # which step workers compute although such steps are computed here
         self._turn_steps, self._turn_began = 0, 0.0  # of steps that are computed here in one turn of the event loop
         self._stood_for: Session | None = None  # whose leases the coordinator computes, beside other workers
+        self._finished = False  # no further step is committed
         self._for_us: list[int] = []  # these leases
         shared = SyncContext(
             context, self.phase, self.ledger, self.store, self.aggregator, self.sampler, recomputation
@@ -190,6 +191,10 @@ class SyncTraining:
     def stop(self, grace_s: float | None = None) -> None:
         self.phase.stop(grace_s)
 
+    def finish(self) -> None:
+        self._finished = True
+        self.stop(0.0)
+
     async def aclose(self) -> None:
         """Wait for the loader and the aggregator's thread."""
         if self._look_again is not None:
@@ -230,7 +235,7 @@ class SyncTraining:
 
     async def _collect(self) -> bool:
         """Reduce what arrives until the step is complete. False where the run ends before that."""
-        while self.lifecycle.failure is None:
+        while self.lifecycle.failure is None and not self._finished:
             if self.ledger.complete(self.version) and not self.verification.holding:
                 return True
             if self._has_lease_here():
@@ -406,17 +411,17 @@ class SyncTraining:
 
     async def _may_commit(self) -> bool:
         """Wait for what decides whether the run goes on. False where it has decided that it does not, or where the run
-        has failed meanwhile; somebody who stops the run does not wait."""
-        awaited, stopped = self.context.hooks.awaited(), self.lifecycle.stopping
-        if awaited is None or awaited.done():
-            return True
-        while not awaited.done() and not self.lifecycle.stopping and self.lifecycle.failure is None:
-            self.lifecycle.wake.clear()
-            waking = asyncio.ensure_future(self.lifecycle.wake.wait())
-            await asyncio.wait((awaited, waking), return_when=asyncio.FIRST_COMPLETED)
-            waking.cancel()
-        ended = awaited.done() and self.lifecycle.stopping and not stopped
-        return not ended and self.lifecycle.failure is None
+        has failed meanwhile. Somebody who stops the run does not wait: it goes on from here when that is decided."""
+        awaited = self.context.hooks.awaited()
+        if awaited is not None:
+            while not awaited.done() and not self.lifecycle.ends:
+                self.lifecycle.wake.clear()
+                waking = asyncio.ensure_future(self.lifecycle.wake.wait())
+                await asyncio.wait((awaited, waking), return_when=asyncio.FIRST_COMPLETED)
+                waking.cancel()
+            if not awaited.done() or self.lifecycle.failure is not None:
+                return False
+        return not self._finished
 
     async def _commit(self) -> None:
         began = self.context.clock()

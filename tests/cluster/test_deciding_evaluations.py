@@ -1,0 +1,175 @@
+"""A kill while an evaluation is made that decides (``stop_when``, ``keep_best``): it is made after the resume, and the
+run ends where it would have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support import jobs
+from tests.support.cluster import QUICK_WORKER, settings, train
+from torch import nn
+
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.coordinator.sync.training import SyncTraining
+from w5xde_async.job import Job
+from w5xde_async.telemetry.events import Bus, CheckpointSaved, Evaluated, Event, StepCommitted
+from w5xde_async.telemetry.recorder import is_settled
+from w5xde_async.telemetry.records import to_line
+from w5xde_async.worker.executors.executor import Computed, HeldLease, Send
+from w5xde_async.worker.executors.in_place import InPlaceExecutor
+from w5xde_async.worker.service import Worker
+
+AT = 6  # evaluated every third step, and finished by the second evaluation
+
+
+def job(evaluate: Any = lambda model: {"loss": float(model(jobs.digits()[0][:64]).square().mean())}) -> Job:
+    calls: list[float] = []
+
+    def stop_when(metrics: Any) -> bool:
+        calls.append(metrics["loss"])
+        return evaluations(metrics) >= 2
+
+    def evaluations(metrics: Any) -> int:
+        return int(metrics["norm"])
+
+    def measured(model: nn.Module) -> dict[str, float]:
+        # A number that says how far training is, whoever asks and however often: parameters move at every step.
+        found = evaluate(model)
+        return {**found, "norm": found.get("norm", 0.0)}
+
+    return replace(
+        jobs.mlp_sgd(), evaluate=measured, evaluate_every=3, stop_when=stop_when, keep_best="loss", max_steps=12,
+        epochs=None,
+    )  # fmt: skip
+
+
+async def killed(make: Any, run: Path, left: Path, hold: threading.Event, **config: Any) -> None:
+    """``left`` is what a kill -9 leaves of ``run`` while step ``AT`` is evaluated, which ``hold`` stops."""
+    seen: dict[type[Event], int] = {}
+    come = asyncio.Event()
+
+    def see(event: Event) -> None:
+        if isinstance(event, StepCommitted | CheckpointSaved):
+            seen[type(event)] = event.step
+        durable = StepCommitted if config.get("durability") == "journal" else CheckpointSaved
+        if seen.get(durable) == AT:
+            come.set()
+
+    bus = Bus()
+    bus.subscribe(see)
+    async with Coordinator(make(), run_dir=run, config=settings(checkpoint_every=3, **config), bus=bus) as coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
+        async with asyncio.timeout(30):
+            await come.wait()
+        if coordinator._journal is not None:
+            await coordinator._journal.flush()
+        await asyncio.to_thread(shutil.copytree, run, left)
+        hold.set()
+        await coordinator.wait()
+        await asyncio.gather(worker, return_exceptions=True)
+
+
+@pytest.mark.parametrize("config", [{}, {"durability": "journal"}], ids=["checkpoint", "journal"])
+async def test_a_kill_in_the_midst_of_it_changes_neither_end_nor_bits(tmp_path: Path, config: dict[str, Any]) -> None:
+    hold, steps, calls = threading.Event(), {3: 1.0, 6: 2.0}, 0
+
+    def made(*, holds: bool) -> Job:
+        def evaluate(model: nn.Module) -> dict[str, float]:
+            nonlocal calls
+            calls += 1
+            if holds and calls == 2:
+                hold.wait(30)
+            return {"loss": 1.0 / calls, "norm": steps[3 * calls]}
+
+        return job(evaluate)
+
+    undisturbed = await train(lambda: made(holds=False), run_dir=tmp_path / "whole", checkpoint_every=3, **config)
+    assert undisturbed.step == AT
+    calls = 0
+    await killed(lambda: made(holds=True), tmp_path / "run", tmp_path / "left", hold, **config)
+    calls, events = 1, list[Event]()  # the second is made again
+    resumed = await train(
+        lambda: made(holds=False), run_dir=tmp_path / "left", events=events, checkpoint_every=3, **config
+    )
+    assert [event.step for event in events if isinstance(event, Evaluated)] == [AT]
+    assert (resumed.step, resumed.reason) == (undisturbed.step, undisturbed.reason)
+    assert resumed.digest == undisturbed.digest
+    assert resumed.best is not None
+    assert resumed.best.step == AT
+
+    calls, steps = 0, {3: 1.0, 6: 1.0, 9: 1.0, 12: 1.0}  # and who goes on after such an end is not ended by it again
+    further = await train(lambda: made(holds=False), run_dir=tmp_path / "left", checkpoint_every=3, **config)
+    assert further.step == 12
+    assert calls == 2
+
+
+async def test_the_step_under_way_is_not_committed_however_soon_an_evaluation_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finish, compute, finished = SyncTraining.finish, InPlaceExecutor.compute, threading.Event()
+
+    def told(self: SyncTraining) -> None:
+        finish(self)
+        finished.set()
+
+    def late(self: InPlaceExecutor, held: HeldLease, send: Send) -> Computed:
+        if held.message.version == AT:
+            finished.wait(30)
+        return compute(self, held, send)
+
+    monkeypatch.setattr(SyncTraining, "finish", told)
+    monkeypatch.setattr(InPlaceExecutor, "compute", late)
+    made = replace(
+        job(lambda model: {"loss": 1.0, "norm": 2.0}), evaluate_every=AT, stop_when=lambda metrics: True, keep_best=None
+    )
+    result = await train(lambda: made)
+    assert result.step == AT
+
+
+async def test_a_stop_waits_for_no_evaluation_and_commits_nothing_beyond_it(tmp_path: Path) -> None:
+    begun, hold = threading.Event(), threading.Event()
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        begun.set()
+        hold.wait(30)
+        return {"loss": 1.0, "norm": 2.0}
+
+    made = job(evaluate)
+    async with Coordinator(made, run_dir=tmp_path / "run", config=settings()) as coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run())
+        await asyncio.to_thread(begun.wait, 30)
+        coordinator.request_stop()
+        asyncio.get_running_loop().call_later(0.2, hold.set)
+        result = await coordinator.wait()
+        worker.cancel()  # it would wait for the next start
+        await asyncio.gather(worker, return_exceptions=True)
+    assert result.step == 3
+
+
+@pytest.mark.parametrize(
+    ("records", "settled"),
+    [
+        ([], False),
+        ([("evaluated", 6, "")], False),  # killed before anybody was asked
+        ([("evaluated", 6, ""), ("run_finished", 6, "finished")], True),
+        ([("run_finished", 6, "finished")], True),
+        ([("evaluated", 6, ""), ("run_finished", 6, "stopped")], True),
+        ([("evaluated", 3, ""), ("run_finished", 6, "stopped")], False),  # a stop that did not wait for it
+        ([("evaluated", 6, ""), ("run_finished", 6, "failed")], False),
+        ([("evaluated", 6, ""), ("run_finished", 6, "finished"), ("run_finished", 9, "finished")], True),
+        ([("evaluated", 9, ""), ("run_finished", 9, "finished")], False),
+    ],
+)
+def test_a_run_that_ended_in_good_order_has_decided(
+    tmp_path: Path, records: list[tuple[str, int, str]], settled: bool
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(to_line({"event": e, "step": s, "outcome": o}) for e, s, o in records))
+    assert is_settled(path, 6) is settled
+    assert not is_settled(tmp_path / "none", 6)
