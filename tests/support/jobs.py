@@ -340,8 +340,40 @@ def noisy() -> Job:
     return replace(mlp_sgd(), optimizer=lambda model: Noisy(model.parameters()), scheduler=Jitter)
 
 
+class SometimesSparse(nn.Module):
+    """A matrix whose gradient names rows, several times each, in one leaf and is dense in another, by its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, rows: Tensor, looks_up: Tensor) -> Tensor:
+        if bool(looks_up.all()):
+            hidden = F.embedding(rows, self.table, sparse=True).cumsum(1)[:, -1]
+        else:
+            hidden = F.one_hot(rows, 5).float().sum(1) @ self.table
+        out: Tensor = self.head(hidden)
+        return out
+
+
+def sometimes_sparse() -> Job:
+    generator = torch.Generator().manual_seed(0)
+    rows, labels = torch.randint(0, 5, (256, 40), generator=generator), torch.randint(0, 4, (256,), generator=generator)
+    looks_up = torch.randint(0, 2, (32, 1), generator=generator).repeat_interleave(8, 0)
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0], batch[1]), batch[2])
+
+    return Job(
+        model=SometimesSparse, dataset=TensorDataset(rows, looks_up, labels), step=step, batch_size=64,
+        microbatch_size=8, shuffle=False, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.001),
+        max_steps=12,
+    )  # fmt: skip
+
+
 ALL: dict[str, Callable[[], Job]] = {
     job.__name__: job
     for job in (mlp_sgd, mlp_adamw, cnn_sgd, cnn_adamw, gpt_sgd, gpt_adamw, odd, accumulated, words, metrics,
-                half_precision, fp16, noisy)
+                half_precision, fp16, noisy, sometimes_sparse)
 }  # fmt: skip

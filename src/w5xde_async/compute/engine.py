@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
 from w5xde_async.compute.batch import leaves_of, rows
@@ -201,7 +201,7 @@ class Engine:
                 parameter.register_post_accumulate_grad_hook(partial(self._landed, index))
                 for index, parameter in self._parameters
             ]
-        self._dense = _add_sparse_ones_once([parameter for _, parameter in self._parameters])
+        self._dense = _add_sparse_ones_once(self.model, [parameter for _, parameter in self._parameters])
 
     # -- parameters ----------------------------------------------------------------------------------------
 
@@ -618,26 +618,40 @@ def _run_backward(loss: Tensor, weight: Tensor) -> None:
     engine.run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _add_sparse_ones_once(parameters: Sequence[Any]) -> list[Any]:
+def _add_sparse_ones_once(model: nn.Module, parameters: Sequence[Any]) -> list[Any]:
     """Have rows that a sparse gradient names several times summed before they land.
 
-    A leaf that lands on its left sibling's sum would otherwise be added row by row, which is not the tree's sum. The
-    first gradient shows whether a parameter's are sparse; those of the others lose their hook, which costs time, and
-    are appended to the list that is returned.
+    A leaf that lands on its left sibling's sum would otherwise be added row by row, which is not the tree's sum. Most
+    parameters lose their hook, which costs time, with their first dense gradient, and are appended to the list that is
+    returned. A matrix keeps it that may have gradients of both kinds, leaf by leaf: whether sparse ones are summed is
+    not to depend on which leaf came first.
     """
     dense: list[Any] = []
+    always = {
+        id(parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None and parameter.dim() == 2 and not _takes_all_rows(module)
+    }
 
     def first(parameter: Any, handles: list[Any], gradient: Tensor) -> Tensor | None:
         if gradient.layout is torch.sparse_coo:
             return gradient.coalesce()
-        handles[0].remove()
-        dense.append(parameter)
+        if id(parameter) not in always:
+            handles[0].remove()
+            dense.append(parameter)
         return None
 
     for parameter in parameters:
         handles: list[Any] = []
         handles.append(parameter.register_hook(partial(first, parameter, handles)))
     return dense
+
+
+def _takes_all_rows(module: nn.Module) -> bool:
+    """Whether the gradients of its parameters are dense, by what it is: one of torch's modules that look nothing up."""
+    looks_up = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    return type(module).__module__.startswith("torch.nn.") and not looks_up
 
 
 def _add(left: Tensor, right: Tensor) -> None:
