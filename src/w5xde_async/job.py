@@ -260,6 +260,15 @@ def made_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     return model
 
 
+def trained_otherwise(name: str, *, begun: bool) -> str:
+    """What is wrong where a parameter is frozen or trained now, other than it was when the run began (``begun``)."""
+    was, now = ("trainable", "frozen") if begun else ("frozen", "to be trained")
+    return (
+        f"parameter {name!r} was {was} when the run began and is {now} now; what is trained is fixed for a run: give "
+        "it a group of its own whose learning rate is 0 meanwhile, or begin another run with --init-from"
+    )
+
+
 def made_by(part: str, make: Callable[[], _T], *, hint: str = "") -> _T:
     """What a function of the job's makes. ``part``: which one. Raises JobError, in one line, where it raises."""
     with _as_job_errors(part, "the function", hint, passed_on=(JobError,)):

@@ -325,3 +325,53 @@ class Own(torch.optim.SGD):
 )
 async def test_one_that_was_chosen_or_has_no_such_form_is_not(optimizer: Any):
     assert await slowly_updated(optimizer) == []
+
+
+class Freezes(torch.optim.lr_scheduler.LRScheduler):
+    """Sets ``requires_grad`` of a model's first parameter at its third step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, trains: bool) -> None:
+        self.trains, self.parameter = trains, optimizer.frozen  # type: ignore[attr-defined]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch == 3:
+            self.parameter.requires_grad_(self.trains)
+        return list(self.base_lrs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict().items() if name != "parameter"}
+
+
+def freezing(*, trains: bool) -> Job:
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        made[1].weight.requires_grad_(not trains)
+        return made
+
+    def optimizer(made: nn.Module) -> torch.optim.Optimizer:
+        built = torch.optim.SGD(made.parameters(), lr=0.1)
+        built.frozen = made[1].weight  # type: ignore[attr-defined, index]
+        return built
+
+    return replace(
+        jobs.mlp_sgd(), model=model, optimizer=optimizer, scheduler=lambda made: Freezes(made, trains=trains)
+    )
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "unfrozen"])
+async def test_what_a_scheduler_freezes_or_unfreezes_ends_the_run_which_could_not_heed_it(trains: bool):
+    error = await failing(freezing(trains=trains))
+    assert isinstance(error, UpdateFailed)
+    assert "parameter '1.weight' was" in str(error)
+    assert error.step == 3
+
+
+async def test_what_a_step_unfreezes_ends_the_run_which_would_not_train_it():
+    def step(model: Any, batch: Any) -> Any:
+        model[1].weight.requires_grad_(True)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    error = await failing(replace(freezing(trains=True), scheduler=None, step=step, loss=None))
+    assert isinstance(error, LeafFailed)
+    assert "parameter '1.weight' was frozen when the run began and is to be trained now" in str(error)

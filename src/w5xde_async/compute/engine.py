@@ -42,7 +42,7 @@ from w5xde_async.compute.halving import Halving, lacks_memory
 from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.compute.transfer import Lent, Transfer
 from w5xde_async.errors import LeafFailed, W5xdeError, shortened
-from w5xde_async.job import Job, StepFunction, build_model, step_function
+from w5xde_async.job import Job, StepFunction, build_model, step_function, trained_otherwise
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Bucket, Layout, runs
 from w5xde_async.params.reducer import VectorPool
@@ -171,6 +171,11 @@ class Engine:
         if not self._transfer.on_host:
             self._pool = VectorPool(layout, spare=4, make=self._transfer.make_vector)
         self._parameters: list[tuple[int, Any]] = [(index, self._live[index]) for index in layout.trainable]
+        self._frozen: list[tuple[Any, str]] = [
+            (tensor, entry.name)
+            for index, (tensor, entry) in enumerate(zip(self._live, layout.entries, strict=True))
+            if isinstance(tensor, nn.Parameter) and index not in set(layout.trainable)
+        ]
         self._native = self._native_views()
         self._grad_buckets = [b for b in layout.result_buckets if layout.groups[b.group].role == "grad"]
         self._buckets_of: dict[int, list[int]] = {}
@@ -426,6 +431,8 @@ class Engine:
                 block.count_down(self._grad_buckets)
             _run_backward(loss, self._weight(count * block.task.loss_scale))
             self._check_bound()
+            if self._frozen:
+                self._check_frozen()
             landed = [after - earlier for after, earlier in zip(self._times_written(), before, strict=True)]
             if landed != block.landed:
                 self._note_landed(block, landed)
@@ -451,6 +458,12 @@ class Engine:
         for parameter, gradient in self._gradients:
             if parameter.grad is not gradient:
                 raise TypeError(GRADIENTS_CHANGED)
+
+    def _check_frozen(self) -> None:
+        """Raises TypeError where a parameter has a gradient that nobody would apply."""
+        for parameter, name in self._frozen:
+            if parameter.grad is not None:
+                raise TypeError(trained_otherwise(name, begun=False))
 
     def _note_landed(self, block: Block, landed: list[int]) -> None:
         """Take from ``landed``, how many gradients each parameter got in one backward pass, what it says of the block.

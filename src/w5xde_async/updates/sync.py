@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.errors import JobError
-from w5xde_async.job import Job, made_by
+from w5xde_async.job import Job, made_by, trained_otherwise
 from w5xde_async.params.flat import FlatState, ResultVector, l2_norm, state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import seed_for
@@ -124,6 +124,7 @@ class SyncRule:
         #: Whether a step calls code that is not torch's, which may draw: it has to wait for whoever draws just now.
         self.may_draw = self._is_foreign or _has_hooks(optimizer) or any(map(_is_foreign, parts_of(scheduler)))
         self._seed = seed
+        self._tensors = tensors
         self._ahead: ResultVector | None = None  # where gradients are divided that are expected
         self._expected: dict[int, _Divided] = {}  # by bucket
         self._behind = False  # the scheduler has not made the step that belongs to the last optimizer step
@@ -177,6 +178,8 @@ class SyncRule:
         Raises SchedulerFailed.
         """
         self.catch_up()
+        if self.may_draw:
+            self._check_frozen()
         learning_rate = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
         learning_rate *= rate_factor
         buckets = self.layout.result_buckets
@@ -273,6 +276,14 @@ class SyncRule:
 
     def _seed_draws(self, of: int | str) -> None:
         seed_all(seed_for("update", self._seed, of), self._parameters[0][1].device)
+
+    def _check_frozen(self) -> None:
+        """Whether code of somebody's own has frozen a parameter, or the reverse, which nobody would heed. Raises
+        SchedulerFailed: nothing has changed."""
+        trainable = set(self.layout.trainable)
+        for index, (tensor, entry) in enumerate(zip(self._tensors, self.layout.entries, strict=True)):
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad != (index in trainable):
+                raise SchedulerFailed(TypeError(trained_otherwise(entry.name, begun=index in trainable)))
 
     def _schedule(self) -> None:
         """Step the scheduler; where it raises, it and the learning rates are what they were."""
