@@ -142,6 +142,19 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}  # no libc befo
 _SCHED_ATTR = struct.Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority, runtime, deadline, period
 
 
+def _hold_standard_descriptors() -> None:
+    """Have all three standard descriptors. Where a shell has closed one (``<&-``), what is opened next would be in its
+    place: uvloop ends the process when it closes that, and what C libraries say on 2 would be written into it."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free: this one
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+
+
 def exit_code_of(reason: str, exit_on_drain: int) -> int:
     """What a program that was told to stop ends with. ``reason``: what told it; after Ctrl-C nobody wants another."""
     return ExitCode.OK if reason == CTRL_C else exit_on_drain
@@ -157,6 +170,7 @@ def launch(
     the signals named in ``ends`` end the program where it stands: nothing has begun. Those named in ``heeds`` wait.
     ``exit_on_drain``: the exit code of such an end while the setting of that name is not known.
     """
+    _hold_standard_descriptors()
     as_json = False
     code: int | None = None
     stops = _Early(stops=True)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from tests.support.forking import PYTHON, SEARCHED
 from tests.support.processes import ROOT, Program, programs
 
 from w5xde_async.cluster.worker_processes import PRESTARTED
@@ -540,6 +541,26 @@ def test_the_common_program() -> None:
     assert run("w5xde_async", "dance")[0] == ExitCode.USAGE
     assert run("w5xde_async", "coordinator", "--help")[0] == ExitCode.OK
     assert run("w5xde_async", "--version")[0] == ExitCode.OK
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no descriptors that a shell could close")
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- >&- 2>&-"])
+def test_standard_descriptors_that_a_shell_has_closed(closed: str, jobs: str, tmp_path: Path) -> None:
+    """As some supervisors start a program: what it opens first would be its standard input, or its errors."""
+    join = tmp_path / "join"
+    coordinator = coordinate(f"{jobs}:job", tmp_path / "run", "--join-file", str(join))
+    worker = ("w5xde_async.worker", "--join-file", str(join), "--job", f"{jobs}:job", "--threads", "1")
+    environment = os.environ | {"PYTHONPATH": SEARCHED, "W5XDE_CODE_FREE": "false", "W5XDE_DASHBOARD": "false"}
+    both = [
+        subprocess.Popen(["sh", "-c", f'exec "$@" {closed}', "sh", PYTHON, "-m", *arguments], env=environment)
+        for arguments in (coordinator, worker)
+    ]
+    try:
+        assert [program.wait(60) for program in both] == [ExitCode.OK, ExitCode.OK]
+    finally:
+        for program in both:
+            program.kill()
+            program.wait()
 
 
 # -- joining
