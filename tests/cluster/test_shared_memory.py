@@ -7,6 +7,7 @@ import asyncio
 import gc
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from w5xde_async.job import Job
 from w5xde_async.params.flat import ResultVector, named_digest
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.pacing import PacingConfig
-from w5xde_async.segments import Opened, Unshared, unsupported
+from w5xde_async.segments import Opened, Segment, Unshared, unsupported
 from w5xde_async.telemetry.events import Bus, Event, ResultHeld, WorkerJoined
 from w5xde_async.updates import sync
 from w5xde_async.updates.config import UpdateConfig
@@ -40,7 +41,8 @@ from w5xde_async.updates.on_device import OnDevice
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Params
-from w5xde_async.worker import sharing
+from w5xde_async.worker import service, sharing
+from w5xde_async.worker.connection.handshake import Joined
 from w5xde_async.worker.connection.leases import Leases
 from w5xde_async.worker.service import Departure, Worker
 
@@ -233,6 +235,55 @@ async def test_shm_where_nothing_is_offered_says_why(config: dict[str, Any], cha
     async with Coordinator(job(**changes), config=settings(**given)) as coordinator:
         with pytest.raises(UsageError, match=f"--link shm: .*{reason}"):
             await Worker(coordinator.address, job=job(**changes), config=replace(QUICK_WORKER, link="shm")).run()
+
+
+async def test_a_link_that_ends_while_memory_is_being_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compute thread goes on with it; the next link carries the bytes, and they are what is computed with."""
+    loop, ends, made = asyncio.get_running_loop(), threading.Event(), job()
+    seen = list[bool]()
+    share, of_worker, unshare = service.share, Worker._share, Worker._unshare
+
+    def cut(*arguments: Any) -> Segment:
+        segment = share(*arguments)
+        assert worker._connection is not None
+        loop.call_soon_threadsafe(worker._connection.link.abort)
+        assert ends.wait(10.0)
+        return segment
+
+    async def next_link(self: Worker, engine: Engine, joined: Joined) -> tuple[int, ...]:
+        seen.append(engine._transfer.window is not None and engine._transfer.window.shows)
+        self.config = replace(self.config, link="auto" if len(seen) == 2 else "tcp")
+        return await of_worker(self, engine, joined)
+
+    async def link_ends(self: Worker) -> None:
+        if len(seen) == 2:
+            ends.set()
+        await unshare(self)
+
+    def first_link_ends(answer: Callable[..., None]) -> Callable[..., None]:
+        """When it has the whole version that the coordinator is at, which is not sent again."""
+
+        def answering(self: Leases, *arguments: Any) -> None:
+            if len(seen) == 1 and self.whole_version >= 3:
+                assert worker._connection is not None
+                worker._connection.link.abort()
+            else:
+                answer(self, *arguments)
+
+        return answering
+
+    monkeypatch.setattr(Leases, "result", first_link_ends(Leases.result))
+    monkeypatch.setattr(Leases, "done", first_link_ends(Leases.done))
+    monkeypatch.setattr(service, "share", cut)
+    monkeypatch.setattr(Worker, "_share", next_link)
+    monkeypatch.setattr(Worker, "_unshare", link_ends)
+    async with Coordinator(made, config=settings()) as coordinator:
+        worker = Worker(coordinator.address, job=made, config=QUICK_WORKER)
+        running = asyncio.create_task(worker.run())
+        result = await coordinator.wait()
+        await running
+    assert seen == [False, False, False]
+    assert result.digest == named_digest(reference.train(made)[0])
 
 
 @pytest.mark.parametrize("norm_gate", [0.0, 6.0])

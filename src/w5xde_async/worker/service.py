@@ -114,6 +114,7 @@ class Worker:
         self._unsent: list[Unsent] = []  # what had not left when the last link ended
         self._unsent_of: tuple[str, int, bytes] | None = None  # of which run, term and model
         self._segment: Segment | None = None  # of the results of this link
+        self._shared = False  # the engine may see memory of a coordinator's
         self._connection: Connection | None = None
         self._joining: asyncio.Task[Joined] | None = None
         self._drain = ""
@@ -401,15 +402,20 @@ class Worker:
         link, welcome = self.config.link, joined.welcome
         if link == "tcp" or (link == "auto" and not welcome.memory):
             return ()
+        self._shared = True  # or will be: who is cancelled here does not stop the thread
         try:
             self._segment = await asyncio.get_running_loop().run_in_executor(
                 self._compute, share, engine, welcome, joined.layout, joined.nonce
             )
         except Unshared as error:
+            self._shared = False
             if link == "shm":
                 raise UsageError(f"--link shm: {error.reason}") from None
             logger.info("link=tcp reason=%s", error.reason)
             return ()
+        except BaseException:
+            self._held = None  # the engine will hold zeros
+            raise
         failpoint("shared.offer.after")
         return self._segment.told
 
@@ -418,9 +424,10 @@ class Worker:
         segment, self._segment = self._segment, None
         if segment is not None:
             segment.close()
-            engine = self._engines.engine
-            if engine is not None:
-                await asyncio.get_running_loop().run_in_executor(self._compute, unshare, engine)
+        shared, self._shared = self._shared, False
+        engine = self._engines.engine
+        if shared and engine is not None:  # after ``share``, which may be under way there still
+            await asyncio.get_running_loop().run_in_executor(self._compute, unshare, engine)
 
     async def _prepare_rank(
         self, rank: Rank, joined: Joined, receive: Receive, outbox: Outbox
