@@ -26,7 +26,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from w5xde_async.errors import DeviceLost, DiskHangs, ExitCode, LeafFailed, UpdateFailed, UsageError, W5xdeError
 from w5xde_async.users_code import heard
@@ -215,7 +215,8 @@ def launch(
                 return code
             except (DiskHangs, DeviceLost) as error:  # the loop's end, and Python's, would wait for what hangs
                 _complain(prog, str(error), error.exit_code, as_json)
-                sys.stdout.flush()
+                with suppress(OSError, ValueError):
+                    sys.stdout.flush()
                 os._exit(error.exit_code)
 
         with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
@@ -368,11 +369,7 @@ def attach(handler: logging.Handler, level: int) -> None:
 
 
 def _answer(text: str) -> None:
-    try:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:  # "| head" has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _write(sys.stdout, text + "\n", last=True)
 
 
 def _complain(prog: str, text: str, code: int | None, as_json: bool) -> None:
@@ -382,7 +379,22 @@ def _complain(prog: str, text: str, code: int | None, as_json: bool) -> None:
 
     if as_json:
         event = {"event": "warning"} if code is None else {"event": "exit", "code": int(code)}
-        sys.stderr.write(to_line(event | {"message": text}))
+        line = to_line(event | {"message": text})
     else:
-        sys.stderr.write(f"{prog}: {clean(text, limit=100_000)}\n")
-    sys.stderr.flush()
+        line = f"{prog}: {clean(text, limit=100_000)}\n"
+    _write(sys.stderr, line, last=code is not None)
+
+
+def _write(stream: TextIO, text: str, *, last: bool) -> None:
+    """As far as it can be: where nobody reads ("| head") or the disk is full, the exit code says what there is to say.
+
+    ``last``: the program ends. What the stream still holds is dropped, for Python's own end would have another code
+    where it cannot be written.
+    """
+    try:
+        stream.write(text)
+        stream.flush()
+    except (OSError, ValueError):  # the latter where the job's code has closed it
+        if last:
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -563,6 +563,24 @@ def test_standard_descriptors_that_a_shell_has_closed(closed: str, jobs: str, tm
             program.wait()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("program", ["coordinator", "worker"])
+def test_the_exit_code_stands_where_nothing_can_be_written(program: str) -> None:
+    environment = os.environ | {"PYTHONPATH": SEARCHED}
+    environment["W5XDE_LOGG"] = "verbose"  # a warning before the end
+    command = [PYTHON, "-m", f"w5xde_async.{program}", "--nonsense"]
+    reader, nobody_reads = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "wb", buffering=0) as full, open(nobody_reads, "wb", buffering=0) as closed:
+        for sink in (full, closed):
+            ended = subprocess.run(command, stderr=sink, env=environment, timeout=60, check=False)
+            assert ended.returncode == ExitCode.USAGE
+            ended = subprocess.run(
+                [*command[:-1], "--help"], stdout=sink, stderr=subprocess.PIPE, env=environment, timeout=60, check=False
+            )
+            assert (ended.returncode, ended.stderr.count(b"\n")) == (ExitCode.OK, 1)
+
+
 # -- joining
 
 
