@@ -87,6 +87,8 @@ class JoinFile:
                 read = await in_daemon_thread(("join file", self.path), partial(_read, self.path))
         except TimeoutError:
             raise UsageError(f"join file {self.path} cannot be read: its disk does not answer") from None
+        except OSError as error:
+            raise UsageError(f"join file {self.path} cannot be read: {error.strerror or error}") from None
         if read == self._text:
             return None
         target = Target.of(read, self._config)
