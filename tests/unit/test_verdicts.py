@@ -112,11 +112,31 @@ def test_what_a_worker_has_shown_to_have_read_is_forgotten(book: Book) -> None:
     verdicts.received(1, "a", 0)
     verdicts.finished(1, "a")
     verdicts.committed(4)
-    verdicts.answered(2, "a", STALE, "the lease had ended")  # between versions 4 and 5
+    verdicts.answered(2, "a", DUPLICATE, "its step had been computed")  # between versions 4 and 5
     verdicts.confirmed("a", 4)
     book.take()
     verdicts.returned("a", (1, 2))
-    assert book.take() == [("a", (2,), STALE, ()), ("a", (1,), STALE, ())]
+    assert book.take() == [("a", (2,), DUPLICATE, ()), ("a", (1,), STALE, ())]
+
+
+def test_leases_that_never_were_take_no_memory(book: Book) -> None:
+    """A worker that lies may be done with any number of them."""
+    verdicts = book.verdicts
+    for lease in range(10**9, 10**9 + 1000):
+        verdicts.answered(lease, "a", STALE, "the lease had ended")
+    assert book.take() == [("a", (lease,), STALE, ()) for lease in range(10**9, 10**9 + 1000)]
+    assert sum(map(len, verdicts._told.values())) == 0
+    verdicts.returned("a", (10**9,))
+    assert book.take() == [("a", (10**9,), STALE, ())]
+
+
+def test_what_was_said_last_counts(book: Book) -> None:
+    verdicts = book.verdicts
+    verdicts.answered(1, "a", DUPLICATE, "its step had been computed")
+    verdicts.answered(1, "a", STALE, "the lease had ended")
+    book.take()
+    verdicts.returned("a", (1,))
+    assert book.take() == [("a", (1,), STALE, ())]
 
 
 def test_nothing_is_kept_where_no_codec_leaves_anything_out() -> None:

@@ -7,7 +7,8 @@ it names them. A worker whose codec leaves something out then commits or takes b
 
 Verdicts outlive links. What was said, or would have been, while a worker's link was ending is said again when the
 worker is back and names the lease in READY (``returned``). A verdict is forgotten once the worker has shown that it had
-it: links keep their order, so it has read all that was sent before the version that it answers for.
+it: links keep their order, so it has read all that was sent before the version that it answers for. STALE is not kept:
+it is what a worker hears of every lease that is not known.
 
 Pure bookkeeping: sends through ``post``, knows no tensors.
 """
@@ -189,10 +190,10 @@ class Verdicts:
     def _say(self, worker: str, verdict: Verdict, version: int) -> None:
         self._post(worker, verdict)
         if self._lasting:
-            told = self._told.pop(worker, {})
-            self._told[worker] = told
+            told = self._told[worker] = self._told.pop(worker, {})
             for lease in verdict.leases:
                 told.pop(lease, None)
-                told[lease] = _Told(verdict, version)
+                if verdict.code != VerdictCode.STALE:  # what a lease of which nothing is known is told, too: a worker
+                    told[lease] = _Told(verdict, version)  # may say of any number that it is done with that lease
             if len(self._told) > _MOST_GONE:
                 del self._told[next(iter(self._told))]
