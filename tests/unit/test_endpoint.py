@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -389,6 +390,44 @@ async def test_no_descriptors_left_does_not_spin(monkeypatch: pytest.MonkeyPatch
         await beat(link)
     assert [record.message for record in caplog.records] == ["accept paused reason=Too many open files"]
     await asyncio.gather(link.aclose(), listener.aclose())
+
+
+async def test_what_forbids_to_accept_keeps_nobody_else_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One connection that failed is no reason to wait, and the log says nothing of it."""
+    attempts, failing, original = 0, 1, socket.socket.accept
+    paused, again = asyncio.Queue[float](), asyncio.Queue[None]()
+
+    def accept(sock: socket.socket) -> object:
+        nonlocal attempts
+        attempts += 1
+        if attempts <= failing:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return original(sock)
+
+    async def pause(seconds: float) -> None:
+        paused.put_nowait(seconds)
+        if seconds:
+            await again.get()
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    monkeypatch.setattr(endpoint, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": pause}))
+    with caplog.at_level(logging.WARNING):
+        listener = await listen("127.0.0.1", 0, echo)
+        first = await connect("127.0.0.1", listener.port, timeout_s=5)
+        await beat(first)
+        assert (paused.get_nowait(), paused.qsize(), caplog.records) == (0, 0, [])
+        failing = attempts + 4
+        connecting = asyncio.create_task(connect("127.0.0.1", listener.port, timeout_s=5))
+        assert await paused.get() == 0
+        for _ in range(3):
+            assert await paused.get() == endpoint.EXHAUSTED_S
+            again.put_nowait(None)
+        second = await connecting
+        await beat(second)
+    assert [record.message for record in caplog.records] == ["accept paused reason=Operation not permitted"]
+    await asyncio.gather(first.aclose(), second.aclose(), listener.aclose())
 
 
 async def test_a_handler_that_fails_is_logged_and_its_link_closed(caplog: pytest.LogCaptureFixture):

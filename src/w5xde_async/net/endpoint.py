@@ -322,19 +322,23 @@ class Listener:
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        exhausted = False
+        paused, failed = False, 0  # in a row
         while True:
             try:
                 sock, address = await _next(loop, listening)
             except OSError as error:
-                if error.errno in _EXHAUSTED:
-                    if not exhausted:
-                        _log.warning("accept paused reason=%s", ended_by(error))
-                    exhausted = True
-                    await asyncio.sleep(EXHAUSTED_S)
-                # Anything else is the failure of one connection that ended before we took it.
+                # One that is none of these is the failure of one connection that ended before we took it. The next may
+                # have ended, too; but what forbids to accept at all would keep the event loop here for good.
+                failed += 1
+                if error.errno not in _EXHAUSTED and failed == 1:
+                    await asyncio.sleep(0)
+                    continue
+                if not paused:
+                    _log.warning("accept paused reason=%s", ended_by(error))
+                paused = True
+                await asyncio.sleep(EXHAUSTED_S)
                 continue
-            exhausted = False
+            paused, failed = False, 0
             peer = format_address(*address[:2])
             if self._has_room(address[0], peer):
                 accepted = _Accepted(address[0], sock)
