@@ -16,11 +16,14 @@ import pytest
 import torch
 from tests.support import jobs
 from tests.support.chaos import show
-from tests.support.cluster import train
+from tests.support.cluster import settings, train
 from tests.support.processes import ROOT, Program, programs
 from tests.support.programs import TRACEABLE
 
+from w5xde_async.cluster.worker_processes import LocalWorkers
+from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.store.checkpoint import CheckpointStore
+from w5xde_async.telemetry.events import Bus, Event, StepCommitted, WorkerJoined
 from w5xde_async.updates.config import UpdateConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -289,3 +292,25 @@ def test_tensor_parallel_islands_repeat_and_lie_near_one_process(start: Any, tmp
     assert not torch.equal(alone, first)
     # AdamW divides by what is nearly nothing in the first steps: the distance grows with them.
     assert float((alone - first).norm() / alone.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("island", ["", "dp=2"])
+async def test_a_local_worker_says_by_what_id_it_is_known(island: str) -> None:
+    """Also where its head is a process that it has started."""
+    bus, joined, told = Bus(), list[str](), list[list[str]]()
+
+    def see(event: Event) -> None:
+        if isinstance(event, WorkerJoined):
+            joined.append(event.worker_id)
+        elif isinstance(event, StepCommitted):
+            told.append(list(workers._ids.values()))
+
+    bus.subscribe(see)
+    async with Coordinator(jobs.mlp_adamw(), config=settings(), bus=bus) as coordinator:
+        workers = LocalWorkers(
+            1, address=coordinator.address, reference=f"{ROOT}/tests/support/jobs.py:mlp_adamw", island=island
+        )
+        async with workers:
+            await coordinator.wait()
+    assert len(joined) == 1
+    assert told[-1] == joined

@@ -19,7 +19,7 @@ import torch
 from tests.simulator.loop import VirtualLoop
 
 from w5xde_async.cluster import worker_processes
-from w5xde_async.cluster.worker_processes import LocalWorkers
+from w5xde_async.cluster.worker_processes import LocalWorkers, telling
 from w5xde_async.runtime import loop_factory
 from w5xde_async.settings.flags import read
 from w5xde_async.settings.programs import CoordinatorSettings
@@ -35,6 +35,7 @@ class Started:
         self.ended = asyncio.Event()
         self.stdin = self.stdout = self
         self.lines: list[bytes] = []
+        self.says = asyncio.Queue[bytes]()
 
     def write(self, line: bytes) -> None:
         self.lines.append(line)
@@ -42,11 +43,13 @@ class Started:
             told = json.loads(line)
             given, variables = told["arguments"], {**self.environment, **told["environment"]}
             flag = given[given.index("--device") + 1] if "--device" in given else ""
-            self.asked.rows.append((given[given.index("--name") + 1], flag, variables.get("W5XDE_DEVICE", "")))
+            name = given[given.index("--name") + 1]
+            self.asked.rows.append((name, flag, variables.get("W5XDE_DEVICE", "")))
+            if self.asked.tells_ids:
+                self.says.put_nowait(b"loading " + telling(f"id of {name}").encode())
 
     async def readline(self) -> bytes:
-        await self.ended.wait()
-        return b""
+        return await self.says.get()
 
     async def wait(self) -> int:
         await self.ended.wait()
@@ -54,10 +57,11 @@ class Started:
 
     def terminate(self) -> None:
         self.ended.set()
+        self.says.put_nowait(b"")
 
     def send_signal(self, number: int) -> None:
         self.asked.signals.append(number)
-        self.ended.set()
+        self.terminate()
 
     def close(self) -> None:
         """Of its standard input: nobody reads it."""
@@ -71,6 +75,7 @@ class Asked:
         self.rows: list[tuple[str, str, str]] = []
         self.options: dict[str, Any] = {}
         self.signals: list[int] = []
+        self.tells_ids = True
 
     async def start(self, *command: str, env: dict[str, str], **options: Any) -> Any:
         self.options = options
@@ -93,7 +98,7 @@ def with_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 async def begun(workers: LocalWorkers, count: int, asked: Asked) -> None:
     await workers.scale(count)
-    for _ in range(3):
+    for _ in range(5):
         await asyncio.sleep(0)
 
 
@@ -231,12 +236,14 @@ def on_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
     return run
 
 
-def joined(name: str) -> WorkerJoined:
-    return WorkerJoined(worker_id=name, name=name, peer="p", device="cpu", threads=1, num_workers=1)
+def joined(name: str, worker_id: str = "") -> WorkerJoined:
+    known = worker_id or f"id of {name}"
+    return WorkerJoined(worker_id=known, name=name, peer="p", device="cpu", threads=1, num_workers=1)
 
 
-def left(name: str, *, clean: bool = False) -> WorkerLeft:
-    return WorkerLeft(worker_id=name, name=name, reason="silent", clean=clean, leases_returned=1, num_workers=0)
+def left(name: str, worker_id: str = "", *, clean: bool = False) -> WorkerLeft:
+    known = worker_id or f"id of {name}"
+    return WorkerLeft(worker_id=known, name=name, reason="silent", clean=clean, leases_returned=1, num_workers=0)
 
 
 @on_virtual_time
@@ -280,6 +287,37 @@ async def test_whoever_is_there_has_left_or_is_not_ours_is_let_alone(asked: Aske
         await asyncio.sleep(10 * worker_processes._LOST_S)
         assert len(asked.started) == 1
         assert not asked.started[0].ended.is_set()
+
+
+@on_virtual_time
+async def test_a_stranger_who_has_its_name_is_not_it(asked: Asked, caplog: pytest.LogCaptureFixture) -> None:
+    """A worker of elsewhere may call itself as it likes, and another run's local-0 is called so, too."""
+    async with LocalWorkers(0, address="a:1", reference="") as workers:
+        workers.heard(Warned(text="a run begins"))
+        await begun(workers, 1, asked)
+        for event in (joined("local-0", "stranger"), left("local-0", "stranger")):
+            workers.heard(event)
+        await asyncio.sleep(worker_processes._LOST_S + worker_processes._JOINS_S)
+        assert not asked.started[0].ended.is_set()
+        assert "worker local-0 has not joined" in caplog.text
+        for event in (joined("local-0"), joined("local-0", "stranger"), left("local-0")):
+            workers.heard(event)
+        await asyncio.sleep(worker_processes._LOST_S + 1)
+        assert asked.started[0].ended.is_set()
+
+
+@on_virtual_time
+async def test_one_whose_id_is_read_after_the_coordinator_has_let_it_in(
+    asked: Asked, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked.tells_ids = False
+    async with LocalWorkers(0, address="a:1", reference="") as workers:
+        workers.heard(Warned(text="a run begins"))
+        await begun(workers, 1, asked)
+        workers.heard(joined("local-0"))
+        asked.started[0].says.put_nowait(telling("id of local-0").encode())
+        await asyncio.sleep(2 * worker_processes._JOINS_S)
+        assert "has not joined" not in caplog.text
 
 
 @on_virtual_time

@@ -34,12 +34,16 @@ logger = logging.getLogger(__name__)
 #: The last argument but one of a worker process that learns the others from standard input; the last says of whom.
 PRESTARTED = "--prestarted-by"
 
+#: Set where a worker process tells who started it by what id the coordinator will know it.
+TELLS_ID = "LOCAL_WORKER_TELLS_ID"
+
 _RESTARTS, _RESTART_WINDOW_S, _RESTART_DELAY_S = 3, 60.0, 0.25
 _LOST_S = 30.0  # so long a worker that has lost its link may take to come back: it tries every few seconds
 _JOINS_S = 60.0  # until one that has not joined is told of
 _HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
 _SECRETS = ("W5XDE_TOKEN", "W5XDE_TOKEN_FILE", "W5XDE_JOIN", "W5XDE_JOIN_FILE")
 _LINE_BYTES = 1 << 20
+_ID = "w5xde worker id: "
 _LAST_WORDS = 30  # lines kept to show after a crash
 
 
@@ -101,7 +105,8 @@ class LocalWorkers:
         self._config_path, self._data_dir, self._grace_s = config_path, data_dir, grace_s
         self._on_all_lost = on_all_lost
         self._hears = False  # what becomes of its workers
-        self._here: Counter[str] = Counter()  # links, by name
+        self._here: Counter[str] = Counter()  # links of all workers, by id
+        self._ids: dict[str, str] = {}  # by name; by these they are known: anybody may call himself local-0
         self._awaited: dict[str, asyncio.TimerHandle] = {}  # when is told of who has not joined
         self._lost: dict[str, asyncio.TimerHandle] = {}  # when who has lost its last link is killed
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -142,14 +147,28 @@ class LocalWorkers:
         """What a coordinator's bus tells, of these workers among others."""
         self._hears = True
         if isinstance(event, WorkerJoined):
-            self._here[event.name] += 1
-            self._found(event.name)
-            self._joined(event.name)
-        elif isinstance(event, WorkerLeft) and self._here[event.name]:
-            self._here[event.name] -= 1
-            if not event.clean and not self._here[event.name]:
-                self._wait_for(event.name)
-            self._here += Counter()  # names without a link are forgotten
+            self._here[event.worker_id] += 1
+            self._is_here(event.worker_id)
+        elif isinstance(event, WorkerLeft) and self._here[event.worker_id]:
+            self._here[event.worker_id] -= 1
+            if not event.clean and not self._here[event.worker_id]:
+                for name in self._names_of(event.worker_id):
+                    self._wait_for(name)
+            self._here += Counter()  # those without a link are forgotten
+
+    def _told_id(self, name: str, worker_id: str) -> None:
+        """A process says what its id is. Others may have said before that it is here."""
+        self._ids[name] = worker_id
+        if self._here[worker_id]:
+            self._is_here(worker_id)
+
+    def _is_here(self, worker_id: str) -> None:
+        for name in self._names_of(worker_id):
+            self._found(name)
+            self._joined(name)
+
+    def _names_of(self, worker_id: str) -> list[str]:
+        return [name for name, known in self._ids.items() if known == worker_id]
 
     def _wait_for(self, name: str) -> None:
         process = self._processes.get(name)
@@ -272,7 +291,7 @@ class LocalWorkers:
 
     def _orders(self, name: str, device: str) -> bytes:
         """What a process learns when there is work: the rest of its arguments, and secrets."""
-        arguments, environment = ["--name", name, "--threads", str(self._threads)], {}
+        arguments, environment = ["--name", name, "--threads", str(self._threads)], {TELLS_ID: "1"}
         if device and self._devices:
             arguments += ["--device", device]
         elif device and "W5XDE_DEVICE" not in os.environ:
@@ -316,6 +335,7 @@ class LocalWorkers:
             reading.cancel()
             self._found(name)
             self._joined(name)
+            self._ids.pop(name, None)
             del self._processes[name]
 
     async def _stop(self, process: Process) -> None:
@@ -343,13 +363,23 @@ class LocalWorkers:
             if not line:
                 return
             level, text = _parse(line.decode(errors="replace").rstrip("\n"))
+            before, found, worker_id = text.rpartition(_ID)  # before it: what the job has printed without a line end
+            if found and level is None:
+                self._told_id(name, worker_id)
+                text = before
             if level is None:
-                words.append(text)
+                if text or not found:
+                    words.append(text)
             else:
                 logger.log(level, "worker %s: %s", name, text)
                 if level == logging.INFO:
                     continue
                 words.append(text)
+
+
+def telling(worker_id: str) -> str:
+    """The line in which a worker process says what its id is."""
+    return f"{_ID}{worker_id}\n"
 
 
 def _parse(line: str) -> tuple[int | None, str]:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from w5xde_async.cluster.worker_processes import PRESTARTED
+from w5xde_async.cluster.worker_processes import PRESTARTED, TELLS_ID, telling
 from w5xde_async.errors import DeviceLost, ExitCode, RefusalCode, Refused, Unreachable, UsageError, W5xdeError
 from w5xde_async.openmp import spin_briefly
 from w5xde_async.process import CTRL_C, attach, exit_code_of, launch, memory_reports, signals, use_batch_scheduling
@@ -165,6 +165,9 @@ def _work(
         worker = Worker(
             server, job=job, config=config, join_file=settings.join_file, rank=rank, reference=settings.job or ""
         )
+        if TELLS_ID in os.environ and (rank is None or rank.rank == 0):
+            sys.stderr.write(telling(worker.worker_id))
+            sys.stderr.flush()
         try:
             code = await serve(worker)
         except W5xdeError as error:
