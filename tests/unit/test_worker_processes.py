@@ -187,6 +187,23 @@ async def test_what_was_started_too_early_ends_too(asked: Asked) -> None:
     assert all(one.ended.is_set() for one in asked.started)
 
 
+@pytest.mark.parametrize("patience", [0, 1, 2])
+async def test_whoever_has_no_patience_with_what_was_started_too_early_kills_it(
+    monkeypatch: pytest.MonkeyPatch, asked: Asked, patience: int
+) -> None:
+    """In whichever turn of the event loop he loses it."""
+    killed: list[Any] = []
+    monkeypatch.setattr(worker_processes, "_kill", killed.append)
+    workers = LocalWorkers(3, reference="train.py:job")
+    await workers.prestart()
+    closing = asyncio.create_task(workers.aclose())
+    for _ in range(1 + patience):
+        await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait([closing])
+    assert killed == asked.started
+
+
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, loop_factory("auto")])
 def test_one_that_has_died_before_its_orders_is_noticed_by_whoever_waits(loop: Callable[[], Any]) -> None:
     """uvloop's pipes raise what no other loop's do."""

@@ -211,11 +211,13 @@ class LocalWorkers:
 
     async def aclose(self) -> None:
         """End all of them. May be called twice; cancelled, it kills what is left."""
-        while self._prestarted:
-            process = self._prestarted.pop()
+        prestarted = list(self._prestarted)
+        self._prestarted.clear()
+        for process in prestarted:  # all of them before anything is waited for: that may be cancelled
             _kill(process)
-            await process.wait()
         await self._end(list(self._keepers))
+        for process in prestarted:
+            await process.wait()
 
     def kill(self) -> None:
         """End all of them now, without waiting."""
