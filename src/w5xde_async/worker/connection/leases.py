@@ -231,6 +231,7 @@ class Leases:
             if wasted:
                 logger.info("leases not applied leases=%s reason=%s", wasted[:8], message.reason[:200])
         self._not_begun.difference_update(message.leases)
+        self._revoked.difference_update(message.leases)  # whose REVOKE has crossed our DONE
         for lease in message.leases if self._lent else ():
             self._executor.release(self._lent.pop(lease, ()))
         if self._executor.admit(message):
