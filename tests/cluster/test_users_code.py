@@ -24,7 +24,7 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.events import Bus, Event, RunFinished, Warned
 from w5xde_async.telemetry.wording import plain, summary
-from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.updates.config import RULES, UpdateConfig
 from w5xde_async.worker.service import RunFailed, Worker
 
 ESCAPES = [SystemExit(3), GeneratorExit(), asyncio.CancelledError("by hand"), KeyboardInterrupt(), StopIteration()]
@@ -231,6 +231,24 @@ async def test_what_cannot_be_made_is_a_wrong_job_in_one_line(changes: dict[str,
     with pytest.raises(JobError, match=says) as failed:
         await coordinator.start()
     assert len(str(failed.value).splitlines()) == 1
+
+
+class NothingToTrain(nn.Module):
+    """All that requires a gradient has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.empty = nn.Linear(8, 4).requires_grad_(False), nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(x) + self.empty.sum()
+
+
+@pytest.mark.parametrize("update", RULES)
+async def test_a_model_whose_trainable_parameters_have_no_elements_is_refused(update: str):
+    made = replace(jobs.mlp_adamw(), model=NothingToTrain)
+    with pytest.raises(JobError, match=r"^job model: it has no trainable parameter with elements; set requires_grad"):
+        await Coordinator(made, config=settings(update=UpdateConfig(rule=update))).start()
 
 
 @pytest.mark.parametrize("escape", SOME, ids=["exit", "cancelled"])

@@ -134,8 +134,9 @@ class SyncRule:
         cls, job: Job, model: nn.Module, layout: Layout, state: FlatState, device: torch.device | None = None
     ) -> SyncRule:
         """With the job's own optimizer and scheduler, which step on ``device`` if not in ``state``. Raises JobError."""
-        if not layout.trainable:
-            raise JobError("model", "it has no trainable parameter", "set requires_grad on what is to be trained")
+        if not any(layout.entries[index].numel for index in layout.trainable):
+            lacking = f"it has no trainable parameter{' with elements' if layout.trainable else ''}"
+            raise JobError("model", lacking, "set requires_grad on what is to be trained")
         on_device = None if device is None else OnDevice(model, layout, state, device)
         model = model if on_device is None else on_device.model
         with random_state():
