@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -124,6 +125,24 @@ def test_files_with_secrets_are_for_their_owner_alone(tmp_path: Path):
             read_secret_file(path)
     with pytest.raises(UsageError, match="No such file"):
         read_secret_file(tmp_path / "none")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes with a name")
+def test_a_pipe_with_a_name_is_refused_at_once_and_a_shells_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    os.mkfifo(path, 0o600)
+    for nothing in (path, Path(os.devnull)):
+        with pytest.raises(
+            UsageError, match=f"^token file {nothing} is no regular file; write the line into one of mode"
+        ):
+            read_secret_file(nothing, kind="token file")
+    if os.path.isdir("/dev/fd"):
+        script = "import sys; from w5xde_async.net.join import *; print(read_secret_file(Path(sys.argv[1])))"
+        shell = f"exec {sys.executable} -c '{script}' <(read; echo one line)"
+        with subprocess.Popen(
+            ["bash", "-c", shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.communicate("now\n", timeout=60) == ("one line\n", None)
 
 
 def test_an_own_certificate_is_made_once_and_kept_private(tmp_path: Path):

@@ -29,6 +29,7 @@ from w5xde_async.net.tls import write_private
 _SCHEME = "w5xde"
 _LEAST_BITS, _LEAST_CHARACTERS = 128, 8  # of a secret; and different ones of its characters
 MOST_ALSO = 7
+_OF_SHELLS = (Path("/dev/fd"), Path("/proc/self/fd"))  # what they call the pipe of <(...)
 _IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -152,11 +153,17 @@ def read_secret_file(path: Path, *, kind: str = "secret file") -> str:
     """The one line of a file that only its owner can read (a secret, a join string). Raises UsageError.
 
     One of root's may be readable by a group too where this is another user: that is how a container is given a secret.
+    A pipe is read where a shell has opened it (``<(...)``): one with a name would be waited for until somebody writes.
     """
     path = path.expanduser()
     try:
-        with path.open(encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=_without_waiting) as file:
             status = os.fstat(file.fileno())
+            piped = stat.S_ISFIFO(status.st_mode) and path.parent in _OF_SHELLS
+            if not piped and not stat.S_ISREG(status.st_mode):
+                raise UsageError(f"{kind} {path} is no regular file; write the line into one of mode 0600")
+            if piped:
+                os.set_blocking(file.fileno(), True)
             text = file.read(4096).strip()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
@@ -167,6 +174,10 @@ def read_secret_file(path: Path, *, kind: str = "secret file") -> str:
     if not text or len(text.splitlines()) != 1:
         raise UsageError(f"{kind} {path} does not hold one line")
     return text
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def write_private_line(path: Path, text: str) -> None:
