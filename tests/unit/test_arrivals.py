@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -24,14 +24,14 @@ def lease(number: int, *, local: bool = True) -> Lease:
 class Bench:
     """Its data is read when the test says so: ``reads`` by lease."""
 
-    def __init__(self, room: bool = True) -> None:
+    def __init__(self, room: Callable[[int], bool] = lambda nbytes: True) -> None:
         self.reads: dict[int, asyncio.Future[OwnBatch]] = {}
         self.out: list[Any] = []
         self.asked: list[Unread] = []
         self.errors: list[BaseException] = []
         own: Any = self
         self.arrivals = Arrivals(
-            own, 7, lease=self._lease, submit=self.out.append, ask=self.asked.append, room=lambda nbytes: room,
+            own, 7, lease=self._lease, submit=self.out.append, ask=self.asked.append, room=room,
             on_failure=self.errors.append,
         )  # fmt: skip
 
@@ -105,10 +105,27 @@ async def test_a_revoked_one_holds_up_nobody(bench: Bench) -> None:
 
 
 async def test_what_there_is_no_room_for_is_asked_for() -> None:
-    bench = Bench(room=False)
+    bench = Bench(room=lambda nbytes: False)
     await bench.come(1)
     await bench.answer(1)
     assert [unread.reason for unread in bench.asked] == ["it would hold more than its --memory-limit"]
+    await bench.arrivals.aclose()
+
+
+async def test_what_waits_for_a_slow_read_takes_room() -> None:
+    bench = Bench(room=lambda nbytes: nbytes <= 16 + 2 * 4)  # the indices of one, and what two have read
+    await bench.come(1, 2, 3, 4)
+    for number in (2, 3, 4):
+        await bench.answer(number)
+    assert [unread.lease for unread in bench.asked] == [2, 3]  # those behind have indices still
+    assert bench.arrivals.held_bytes == 16 + 4
+    bench.send(2)
+    assert bench.arrivals.held_bytes == 16 + 4 + 4
+    bench.send(3)
+    await bench.answer(1, OSError("gone"))
+    bench.send(1)
+    assert [item[:1] for item in bench.out] == [(1,), (2,), (3,), (4,)]
+    assert bench.arrivals.held_bytes == 0
     await bench.arrivals.aclose()
 
 

@@ -44,11 +44,16 @@ class Arrivals:
         room: Callable[[int], bool],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """``seed``: the run's. ``room``: whether batches of so many more bytes may be held. ``on_failure`` hears what
-        broke off outside of any call."""
+        """``seed``: the run's. ``room``: whether batches of so many more bytes may be held, beside those that were
+        handed on. ``on_failure`` hears what broke off outside of any call."""
         self._own, self._seed = own, seed
         self._lease, self._submit, self._ask, self._room, self._on_failure = lease, submit, ask, room, on_failure
         self._waiting: deque[_Waiting] = deque()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of batches, and of indices, that wait for what came before them."""
+        return sum(_nbytes(one.batch) for one in self._waiting)
 
     def lease(self, message: Lease, batch: tuple[Tensor, ...]) -> None:
         """A lease has come, with its batch or, where it is ``local``, the indices. Raises MalformedFrame."""
@@ -102,8 +107,9 @@ class Arrivals:
         try:
             try:
                 structure, packed, tensors = await self._own.read(message, arrival.batch[0], self._seed)
-                nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-                reason = "" if self._room(nbytes) else "it would hold more than its --memory-limit"
+                arrival.batch = ()
+                fits = self._room(self.held_bytes + _nbytes(tensors))
+                reason = "" if fits else "it would hold more than its --memory-limit"
             except Exception as error:  # whatever the dataset raises: the coordinator may read it, or leave samples out
                 reason = headline(f"{type(error).__name__}: {error}")
             arrival.reading, arrival.batch = None, ()
@@ -124,6 +130,10 @@ class Arrivals:
                 self._submit(one.message)
             else:
                 self._lease(one.message, one.batch)
+
+
+def _nbytes(batch: tuple[Tensor, ...]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in batch)
 
 
 def _is(waiting: _Waiting, lease: int) -> bool:

@@ -80,13 +80,14 @@ class Inbox:
         self.version, self._torn = message.version, False
         return Version(message.version, message.loss_scale, fresh, self._parameters.take())
 
-    def place_lease(self, message: Lease, specs: Sequence[BufferSpec]) -> list[memoryview]:
-        """Memory for a lease's batch. Raises OverMemoryLimit, MalformedFrame."""
+    def place_lease(self, message: Lease, specs: Sequence[BufferSpec], beside: int = 0) -> list[memoryview]:
+        """Memory for a lease's batch. ``beside``: bytes of batches that are held elsewhere. Raises OverMemoryLimit,
+        MalformedFrame."""
         if any(spec.codec != "raw" for spec in specs):
             raise MalformedFrame("LEASE in a codec")
         total = sum(spec.nbytes for spec in specs)
-        if total + self.held_bytes > self._limit:
-            raise OverMemoryLimit("batches held", total + self.held_bytes, self._limit)
+        if total + self.held_bytes + beside > self._limit:
+            raise OverMemoryLimit("batches held", total + self.held_bytes + beside, self._limit)
         self._batch = []
         views = []
         for spec in specs:

@@ -103,7 +103,11 @@ class Leases:
     @property
     def held_bytes(self) -> int:
         """Bytes of batches held."""
-        return self._inbox.held_bytes
+        return self._inbox.held_bytes + self._arriving_bytes
+
+    @property
+    def _arriving_bytes(self) -> int:
+        return 0 if self._arrivals is None else self._arrivals.held_bytes
 
     @property
     def whole_version(self) -> int:
@@ -158,7 +162,7 @@ class Leases:
                 if self._own is None:
                     raise MalformedFrame("LEASE names samples, and this worker has no data of its own")
                 self._own.check(message, specs)
-            return self._inbox.place_lease(message, specs)
+            return self._inbox.place_lease(message, specs, self._arriving_bytes)
         raise MalformedFrame(f"{type(message).__name__} came with buffers")
 
     def params(self, message: messages.Params, specs: Sequence[BufferSpec]) -> None:
