@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from w5xde_async.errors import FrameTooLarge, MalformedFrame
+from w5xde_async.errors import FrameTooLarge, MalformedFrame, RemoteError
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import BufferSpec
-from w5xde_async.wire.messages import Lease, Params
-from w5xde_async.worker.connection.inbox import Inbox
+from w5xde_async.wire.messages import Lease, Params, Submit
+from w5xde_async.worker.connection.inbox import MOST_LEASES, Inbox
 from w5xde_async.worker.executors.in_place import InPlaceReceiver
 
 ROW = BufferSpec("", "float32", (2, 4), "raw", 32)
@@ -128,3 +128,26 @@ def test_a_lease_has_no_more_samples_than_its_bytes_can_hold() -> None:
     box.place_lease(lease(1, 0), [ROW])
     with pytest.raises(MalformedFrame, match="1000000000 samples in 32 bytes"):
         box.lease(Lease(1, 0, 0, 0, (10**9,), 60.0, False, b""))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_leases_without_bytes_are_no_more_than_a_coordinator_has_ahead(exact: bool) -> None:
+    """Of a version that may never come, and of one that is there and computed slowly."""
+    box = Inbox(receiver(), 1 << 20, exact=exact)
+    box.params(Params(0, 0, 0, 1.0))
+    for number in range(MOST_LEASES):
+        box.lease(lease(number, 10**9 * (number % 2)), ())
+        box.take()
+    with pytest.raises(RemoteError, match="1024 leases at once"):
+        box.lease(lease(MOST_LEASES, 10**9), ())
+    box.end(0)
+    box.lease(lease(MOST_LEASES, 10**9), ())
+
+
+def test_requests_to_submit_that_wait_are_no_more_either() -> None:
+    box = Inbox(receiver(), 1 << 20, exact=False)
+    box.lease(lease(0, 10**9), ())
+    for number in range(1, MOST_LEASES):
+        box.submit(Submit(number, (0,)))
+    with pytest.raises(RemoteError, match="1024 leases at once"):
+        box.submit(Submit(MOST_LEASES, (0,)))

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from w5xde_async.errors import MalformedFrame, headline
 from w5xde_async.wire.messages import Lease, Submit, Unread
+from w5xde_async.worker.connection.inbox import MOST_LEASES
 from w5xde_async.worker.connection.own_data import OwnData
-
-_MOST_WAITING = 1024
 
 
 @dataclass(slots=True)
@@ -67,8 +66,8 @@ class Arrivals:
         if not message.local and not self._waiting:
             self._lease(message, batch)
             return
-        if len(self._waiting) >= _MOST_WAITING:
-            raise MalformedFrame(f"{_MOST_WAITING} leases at once")
+        if len(self._waiting) >= MOST_LEASES:
+            raise MalformedFrame(f"{MOST_LEASES} leases at once")
         arrival = _Waiting(message, batch, ready=not message.local)
         self._waiting.append(arrival)
         if message.local:
@@ -78,8 +77,8 @@ class Arrivals:
         """A request to submit keeps its place."""
         if not self._waiting:
             self._submit(message)
-        elif len(self._waiting) >= _MOST_WAITING:
-            raise MalformedFrame(f"{_MOST_WAITING} leases at once")
+        elif len(self._waiting) >= MOST_LEASES:
+            raise MalformedFrame(f"{MOST_LEASES} leases at once")
         else:
             self._waiting.append(_Waiting(message, ready=True))
 

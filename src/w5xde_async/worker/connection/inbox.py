@@ -19,6 +19,8 @@ from w5xde_async.worker.executors.executor import HeldLease, ParameterReceiver, 
 
 #: Samples of a lease that may be smaller than a byte each: what a lease says is what its computing takes.
 _SAMPLES_OF_NOTHING = 1 << 20
+#: Leases and requests to submit that may be held: a coordinator has a few ahead, and they need not have any bytes.
+MOST_LEASES = 1024
 
 
 class OverMemoryLimit(FrameTooLarge):
@@ -108,12 +110,15 @@ class Inbox:
     def lease(self, message: Lease, batch: tuple[Tensor, ...] | None = None) -> None:
         """The lease and its batch are complete: what was received, unless it was read here.
 
-        Raises MalformedFrame where it has no samples, came twice, or its bytes do not fit its samples.
+        Raises MalformedFrame where it has no samples, came twice, its bytes do not fit its samples, or there are too
+        many.
         """
         if not message.samples or any(count < 1 for count in message.samples):
             raise MalformedFrame("LEASE without samples")
         if message.lease in self._sizes:
             raise MalformedFrame(f"LEASE {message.lease} came twice")
+        if len(self._sizes) >= MOST_LEASES:
+            raise MalformedFrame(f"{MOST_LEASES} leases at once")
         batch = self.batch() if batch is None else batch
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in batch)
         if sum(message.samples) > max(_SAMPLES_OF_NOTHING, nbytes + len(message.structure)):
@@ -122,7 +127,9 @@ class Inbox:
         self._sizes[message.lease] = nbytes
 
     def submit(self, message: Submit) -> None:
-        """Keep a request in its place among the leases."""
+        """Keep a request in its place among the leases. Raises MalformedFrame where there are too many."""
+        if len(self._waiting) >= MOST_LEASES:
+            raise MalformedFrame(f"{MOST_LEASES} leases at once")
         self._waiting.append(message)
 
     def revoke(self, lease: int) -> bool:
