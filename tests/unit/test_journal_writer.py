@@ -317,8 +317,9 @@ class Rule:
 
     loss_scale = 1.0
 
-    def apply(self, root: ResultVector, present: list[bool], samples: int, untouched: set[int]) -> Any:
+    def apply(self, root: ResultVector, present: list[bool], samples: int, untouched: set[int], *, step: int) -> Any:
         self.given = ([piece.clone() for piece in root.buckets], present, samples, untouched)
+        assert step >= 0
         raise StopIteration
 
 

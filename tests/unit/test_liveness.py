@@ -147,6 +147,6 @@ def test_who_is_overdue_with_steps_of_its_own_begins_anew(rule: str) -> None:
     late = ledger.grant("a", now=0.0, deadline_s=5.0)
     assert late is not None
     ledger.ask("a", now=0.0)
-    liveness._overdue(late)
+    liveness._overdue(late, 0.0)
     assert (len(aborted), len(revoked)) == ((0, 2) if rule == "async" else (1, 0))
     assert ledger.num_held("a") == (0 if rule == "async" else 2)  # the end of the link gives them back
