@@ -69,7 +69,7 @@ class PacingConfig(Config):
     )  # fmt: skip
     leases_ahead: int = setting(
         2, "leases that a worker has at once, the one it computes included; more where they come late over a slow line",
-        whole(1), "workers",
+        whole(1, 256), "workers",
     )  # fmt: skip
     smoothing: float = 0.3
     deadline_factor: float = 8.0
