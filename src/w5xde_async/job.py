@@ -260,6 +260,11 @@ def made_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     return model
 
 
+def parts_of(scheduler: Any) -> list[Any]:
+    """A scheduler and those that it is made of, and so on."""
+    return [scheduler, *(part for one in getattr(scheduler, "_schedulers", ()) for part in parts_of(one))]
+
+
 def trained_otherwise(name: str, *, begun: bool) -> str:
     """What is wrong where a parameter is frozen or trained now, other than it was when the run began (``begun``)."""
     was, now = ("trainable", "frozen") if begun else ("frozen", "to be trained")

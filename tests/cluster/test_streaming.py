@@ -6,12 +6,16 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
-from tests.support.cluster import QUICK_WORKER, settings
+from tests.support.cluster import QUICK_WORKER, settings, train
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.block import ComputedBlock
@@ -212,3 +216,28 @@ async def test_steps_that_are_not_finite_end_the_run(rule: str) -> None:
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
+
+
+@pytest.mark.parametrize("inner_steps", [4, 300])
+async def test_the_last_evaluation_is_of_the_finished_model(tmp_path: Path, inner_steps: int) -> None:
+    """All fragments are committed once more at the end of the data, one after the other."""
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {f"sum {name}": float(tensor.detach().double().sum()) for name, tensor in model.named_parameters()}
+
+    made = replace(job(), evaluate=evaluate)
+    result = await train(
+        lambda: made, run_dir=tmp_path / "run", update=replace(STREAMING, inner_steps=inner_steps), evaluate=True
+    )
+    assert result.model_path is not None
+    weights = safetensors.torch.load_file(result.model_path)
+    assert result.metrics == {f"sum {name}": float(tensor.double().sum()) for name, tensor in weights.items()}
+
+
+async def test_a_finished_run_whose_scheduler_knows_no_further_step_is_complete(tmp_path: Path) -> None:
+    rates = [0.1] * STEPS
+    made = replace(job(), scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: rates[step]))
+    update = UpdateConfig(rule="local", inner_steps=4)
+    for _ in range(2):
+        result = await train(lambda: made, run_dir=tmp_path / "run", update=update)
+        assert (result.outcome, result.step) == ("finished", STEPS)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.errors import JobError, LeafFailed, MalformedFrame, UpdateFailed
+from w5xde_async.job import parts_of
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.users_code import users_code
@@ -107,7 +108,7 @@ class Schedule:
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any | None) -> None:
         self._optimizer, self._scheduler = optimizer, scheduler
         cycled: tuple[str, ...] = ()
-        if getattr(scheduler, "cycle_momentum", False):
+        if any(getattr(part, "cycle_momentum", False) for part in parts_of(scheduler)):
             cycled = ("betas",) if "betas" in optimizer.defaults else ("momentum",)
         self.scheduled: tuple[str, ...] = ("lr", *cycled)
         self._width = len(self.scheduled) * len(optimizer.param_groups)
@@ -219,8 +220,8 @@ def _pick(entries: Any, parameters: Sequence[Tensor], taken: set[int]) -> list[T
 def set_scheduled(optimizer: torch.optim.Optimizer, scheduled: Sequence[str], row: Sequence[float]) -> None:
     """Set what a schedule says of one step. Raises MalformedFrame for a row that does not fit."""
     groups = optimizer.param_groups
-    if len(row) != len(scheduled) * len(groups) or not all(_is_number(value) and value >= 0 for value in row):
-        raise MalformedFrame(f"a row of {len(row)} numbers for {len(groups)} groups' {', '.join(scheduled)}")
+    if len(row) != len(scheduled) * len(groups) or not all(map(_is_number, row)):
+        raise MalformedFrame(f"{list(row)} for {len(groups)} groups' {', '.join(scheduled)}"[:300])
     values = iter(row)
     for group in groups:
         for name, value in zip(scheduled, values, strict=False):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.errors import JobError
-from w5xde_async.job import Job, made_by, trained_otherwise
+from w5xde_async.job import Job, made_by, parts_of, trained_otherwise
 from w5xde_async.params.flat import FlatState, ResultVector, l2_norm, state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import seed_for
@@ -397,11 +397,6 @@ def _has_hooks(optimizer: Any) -> bool:
 def _is_foreign(made: object) -> bool:
     """Whether its code is not torch's. (What ``LambdaLR`` is given is a function of the step's number.)"""
     return made is not None and type(made).__module__.partition(".")[0] != "torch"
-
-
-def parts_of(scheduler: Any) -> list[Any]:
-    """A scheduler and those that it is made of."""
-    return [scheduler, *getattr(scheduler, "_schedulers", ())]
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

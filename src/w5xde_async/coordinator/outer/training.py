@@ -157,7 +157,7 @@ class OuterTraining:
                 await self._commit_pending()
                 if self._accepted:  # steps of which no fragment was left to commit
                     await self._commit(0)
-                self._follow()
+                self._follow(last=True)
             except UpdateFailed as error:
                 self.lifecycle.fail(error)
 
@@ -366,8 +366,13 @@ class OuterTraining:
         self._unadded = 0
         return self.roster.traffic_since()
 
-    def _follow(self) -> None:
-        """Have checkpoints and evaluations made that are due: where all that counts as done is committed and told."""
+    def _follow(self, *, last: bool = False) -> None:
+        """Have checkpoints and evaluations made that are due: where all that counts as done is committed and told.
+
+        After the first fragment of the last rounds all steps count as done, but the others are still to come.
+        """
+        if self._streams and self.ledger.complete and not last:
+            return
         if not self._accepted and self.progress > self._followed:
             before, self._followed = self._followed, self.progress
             self.context.hooks.on_commit(Commit(step=self.progress, before=before))

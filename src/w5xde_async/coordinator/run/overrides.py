@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from w5xde_async.errors import UsageError
-from w5xde_async.updates.sync import parts_of
+from w5xde_async.job import parts_of
 
 
 def override(changes: str, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[str]:

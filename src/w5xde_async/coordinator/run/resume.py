@@ -25,6 +25,7 @@ from w5xde_async.coordinator.run.spec import Prepared, ResumePoint, RunFiles, Ru
 from w5xde_async.coordinator.run.strategy import change_strategy
 from w5xde_async.data.stream import Mark, StreamReader
 from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, MalformedFrame
+from w5xde_async.job import parts_of
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.numerics import EXACT
@@ -37,7 +38,7 @@ from w5xde_async.telemetry.recorder import is_settled, last_step
 from w5xde_async.telemetry.records import number
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule
-from w5xde_async.updates.sync import SyncRule, parts_of
+from w5xde_async.updates.sync import SyncRule
 
 
 def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Prepared:
@@ -299,7 +300,8 @@ def _restore(spec: RunSpec, strategy: Strategy, record: Record, directory: RunDi
     if isinstance(rule, OuterRule):  # what it was offered since that commit counts too
         step, samples = len(rule.done), rule.samples
     if strategy.schedule is not None:
-        strategy.schedule.rows(step, 1)  # from the beginning to here, which may take seconds
+        # From the beginning to here, which may take seconds; the last step's successor may have no rate.
+        strategy.schedule.rows(max(0, min(step, spec.total_steps - 1)), 1)
     return ResumePoint(step=step, samples=samples, saved_step=record.step)
 
 
