@@ -101,6 +101,19 @@ class random_state:
         _TURN.release()
 
 
+_unwatched: list[object] = []  # what runs in some thread without the lock, though it might draw
+
+
+class unwatched:
+    """What is done in it has never drawn, and is not waited for by those who take turns; nobody claims the state."""
+
+    def __enter__(self) -> None:
+        _unwatched.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        _unwatched.remove(self)
+
+
 class Claim:
     """Whether this thread has the random state, for which it waits no longer than ``seconds``; until the end.
 
@@ -115,7 +128,9 @@ class Claim:
         self._seconds = seconds
 
     def __enter__(self) -> bool:
-        self._mine = _TURN.acquire(blocking=False) or (self._seconds > 0 and _TURN.acquire(timeout=self._seconds))
+        self._mine = not _unwatched and (
+            _TURN.acquire(blocking=False) or (self._seconds > 0 and _TURN.acquire(timeout=self._seconds))
+        )
         return self._mine
 
     def __exit__(self, *_: object) -> None:

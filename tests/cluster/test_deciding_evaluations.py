@@ -19,7 +19,7 @@ from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.job import Job
 from w5xde_async.telemetry.events import Bus, CheckpointSaved, Evaluated, Event, StepCommitted
-from w5xde_async.telemetry.recorder import is_settled
+from w5xde_async.telemetry.recorder import is_finished
 from w5xde_async.telemetry.records import to_line
 from w5xde_async.worker.executors.executor import Computed, HeldLease, Send
 from w5xde_async.worker.executors.in_place import InPlaceExecutor
@@ -152,24 +152,60 @@ async def test_a_stop_waits_for_no_evaluation_and_commits_nothing_beyond_it(tmp_
     assert result.step == 3
 
 
+@pytest.mark.parametrize("in_flight", [True, False])
+async def test_a_stop_does_not_overrule_what_an_evaluation_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_flight: bool
+) -> None:
+    """It is under way when somebody stops the run, and finishes it; now, or after the resume."""
+    begun, hold, holds = threading.Event(), threading.Event(), True
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        if holds:
+            begun.set()
+            hold.wait(30)
+        return {"loss": 1.0, "norm": 2.0}
+
+    compute = InPlaceExecutor.compute
+
+    def late(self: InPlaceExecutor, held: HeldLease, send: Send) -> Computed:
+        if holds and in_flight and held.message.version == AT:
+            hold.wait(30)
+        return compute(self, held, send)
+
+    monkeypatch.setattr(InPlaceExecutor, "compute", late)
+    made = replace(job(evaluate), evaluate_every=AT)
+    async with Coordinator(made, run_dir=tmp_path / "run", config=settings()) as coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run())
+        await asyncio.to_thread(begun.wait, 30)
+        coordinator.request_stop()
+        asyncio.get_running_loop().call_later(0.1, hold.set)
+        result = await coordinator.wait()
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+    assert result.step == AT
+    if result.outcome == "stopped":
+        holds = False
+        result = await train(lambda: made, run_dir=tmp_path / "run")
+    assert (result.outcome, result.step) == ("finished", AT)
+
+
 @pytest.mark.parametrize(
-    ("records", "settled"),
+    ("records", "finished"),
     [
         ([], False),
         ([("evaluated", 6, "")], False),  # killed before anybody was asked
         ([("evaluated", 6, ""), ("run_finished", 6, "finished")], True),
-        ([("run_finished", 6, "finished")], True),
-        ([("evaluated", 6, ""), ("run_finished", 6, "stopped")], True),
-        ([("evaluated", 3, ""), ("run_finished", 6, "stopped")], False),  # a stop that did not wait for it
+        ([("evaluated", 6, ""), ("run_finished", 6, "stopped")], False),  # perhaps before ``stop_when`` was heard
         ([("evaluated", 6, ""), ("run_finished", 6, "failed")], False),
-        ([("evaluated", 6, ""), ("run_finished", 6, "finished"), ("run_finished", 9, "finished")], True),
+        ([("run_finished", 6, "finished"), ("run_finished", 9, "finished")], True),
+        ([("run_finished", 6, "finished"), ("run_finished", 6, "stopped")], False),
         ([("evaluated", 9, ""), ("run_finished", 9, "finished")], False),
     ],
 )
-def test_a_run_that_ended_in_good_order_has_decided(
-    tmp_path: Path, records: list[tuple[str, int, str]], settled: bool
+def test_a_run_that_was_finished_has_decided(
+    tmp_path: Path, records: list[tuple[str, int, str]], finished: bool
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(to_line({"event": e, "step": s, "outcome": o}) for e, s, o in records))
-    assert is_settled(path, 6) is settled
-    assert not is_settled(tmp_path / "none", 6)
+    assert is_finished(path, 6) is finished
+    assert not is_finished(tmp_path / "none", 6)

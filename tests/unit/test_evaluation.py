@@ -16,7 +16,7 @@ from w5xde_async.coordinator.durability.evaluation import Evaluator
 from w5xde_async.job import build_model
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
-from w5xde_async.randomness import Claim
+from w5xde_async.randomness import _TURN, Claim
 
 
 def draw() -> float:
@@ -74,3 +74,35 @@ def test_nobody_else_draws_while_an_evaluation_runs_that_has_never_drawn() -> No
     for _ in range(3):
         evaluator.measure(snapshot)
     assert free == [False, False, False]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_reads_and_updates_that_draw_are_not_kept_waiting_by_one_that_has_never_drawn(draws: bool) -> None:
+    free: list[bool] = []
+    claimed: list[bool] = []
+
+    def ask() -> None:
+        free.append(_TURN.acquire(blocking=False))
+        if free[-1]:
+            _TURN.release()
+        with Claim() as mine:  # who computes leaves here goes on elsewhere all the same
+            claimed.append(mine)
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        other = threading.Thread(target=ask)
+        other.start()
+        other.join()
+        return {"x": draw() if draws else 1.0}
+
+    made = replace(jobs.mlp_sgd(), evaluate=evaluate)
+    model = build_model(made)
+    layout = Layout.of(model)
+    snapshot = dict(zip((entry.name for entry in layout.entries), state_of(model, layout), strict=True))
+    evaluator = Evaluator(made, build_model(made), layout)
+    evaluator.beside(lambda: True)
+    for _ in range(3):
+        evaluator.measure(snapshot)
+    assert free == [False, not draws, not draws]  # the first time shows whether it draws
+    assert claimed == [False, False, False]
+    with Claim() as mine:
+        assert mine

@@ -388,3 +388,50 @@ def test_state_of_half_precision_parameters_keeps_its_dtype(name: str) -> None:
         for key, value in state.items():
             assert restored[key].dtype == value.dtype
             assert torch.equal(restored[key], value)
+
+
+class Own(torch.optim.SGD):
+    """Somebody's own optimizer, which draws from ``first`` on."""
+
+    def __init__(self, parameters: Any, first: float) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.first, self.steps = first, 0
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        self.steps += 1
+        if self.steps > self.first:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(torch.randn_like(parameter) + random.random())
+
+
+@pytest.mark.parametrize("first", [0, 60, math.inf])
+def test_an_optimizer_that_has_not_drawn_in_64_steps_waits_for_nobody(first: float) -> None:
+    def bench() -> Bench:
+        return Bench(optimizer=lambda model: Own([p for p in model.parameters() if p.requires_grad], first))
+
+    digests = set()
+    for _ in range(2):
+        made = bench()
+        for step in range(70):
+            assert made.rule.may_draw == (step < 64 or first < 64)
+            random.random()  # somebody else's
+            torch.rand(())
+            made.apply(gradients(step))
+        digests.add(made.state.digest())
+    assert len(digests) == 1
+
+
+def test_torchs_own_wait_for_nobody_and_hooks_count_as_somebodys_own() -> None:
+    assert not Bench().rule.may_draw
+    assert not Bench(
+        scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.9**step)
+    ).rule.may_draw
+
+    def hooked(model: nn.Module) -> torch.optim.Optimizer:
+        made = momentum(model)
+        made.register_step_post_hook(lambda *_: None)
+        return made
+
+    assert Bench(optimizer=hooked).rule.may_draw

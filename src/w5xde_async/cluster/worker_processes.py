@@ -364,7 +364,7 @@ class LocalWorkers:
                 continue
             if not line:
                 return
-            level, text = _parse(line.decode(errors="replace").rstrip("\n"))
+            level, text = _parse(line.decode(errors="replace").rstrip("\r\n"))
             before, found, worker_id = text.rpartition(_ID)  # before it: what the job has printed without a line end
             if found and level is None:
                 self._told_id(name, worker_id)

@@ -346,6 +346,11 @@ class Loader:
         structure = joined([read.structure for read in reads])
         return Batch(structure, False, samples, [tensor for read in reads for tensor in read.tensors])
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether what is read may wait for its turn to draw random numbers."""
+        return self._reader.may_draw
+
     async def aclose(self) -> None:
         """Stop reading; waits for reads under way."""
         self._closed = True

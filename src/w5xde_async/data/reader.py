@@ -87,6 +87,11 @@ class LeafReader:
         self._jobs: set[Future[Any]] = set()  # reads under way, and those that wait for a thread
         self._processes: ProcessPoolExecutor | None = None
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether reads may wait for their turn to draw random numbers."""
+        return not self.gathers and (self._stream is not None or self._random is not False)
+
     def read(self, indices: NDArray[np.int64], seed: int) -> asyncio.Future[Read]:
         """The batch of these samples (int64). What their reading raises has the one at fault, if it is one's fault, as
         its attribute ``AT_FAULT``."""

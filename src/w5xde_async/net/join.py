@@ -29,6 +29,7 @@ from w5xde_async.net.tls import write_private
 _SCHEME = "w5xde"
 _LEAST_BITS, _LEAST_CHARACTERS = 128, 8  # of a secret; and different ones of its characters
 MOST_ALSO = 7
+_STDIN = Path("/dev/stdin")
 _OF_SHELLS = (Path("/dev/fd"), Path("/proc/self/fd"))  # what they call the pipe of <(...)
 _IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -159,7 +160,7 @@ def read_secret_file(path: Path, *, kind: str = "secret file") -> str:
     try:
         with open(path, encoding="utf-8", opener=_without_waiting) as file:
             status = os.fstat(file.fileno())
-            piped = stat.S_ISFIFO(status.st_mode) and path.parent in _OF_SHELLS
+            piped = stat.S_ISFIFO(status.st_mode) and (path.parent in _OF_SHELLS or path == _STDIN)
             if not piped and not stat.S_ISREG(status.st_mode):
                 raise UsageError(f"{kind} {path} is no regular file; write the line into one of mode 0600")
             if piped:

@@ -180,18 +180,14 @@ def last_step(path: Path) -> int:
     return step
 
 
-def is_settled(path: Path, step: int) -> bool:
-    """Whether a run of such records has ended in good order after ``step``, with its evaluation made. As ``last_step``
-    reads."""
-    evaluated, settled = -1, False
+def is_finished(path: Path, step: int) -> bool:
+    """Whether a run of such records has finished after ``step``. As ``last_step`` reads."""
+    found = False
     with suppress(OSError):
         for record in read_records(path, last_bytes=_TAIL_BYTES):
-            match record.get("event"), record.get("step"), record.get("outcome"):
-                case "evaluated", int() as at, _:
-                    evaluated = at
-                case "run_finished", int() as at, outcome if at == step:
-                    settled = outcome == "finished" or (outcome == "stopped" and evaluated == step)
-    return settled
+            if record.get("event") == "run_finished" and record.get("step") == step:
+                found = record.get("outcome") == "finished"
+    return found
 
 
 def _drop_redone(path: Path, resumed_step: int) -> None:

@@ -30,11 +30,12 @@ from w5xde_async.job import Job, made_by, parts_of, trained_otherwise
 from w5xde_async.params.flat import FlatState, ResultVector, l2_norm, state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import seed_for
-from w5xde_async.randomness import random_state, seed_all
+from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.updates.buffers import BufferState
 from w5xde_async.updates.on_device import OnDevice
 from w5xde_async.users_code import users_code
 
+_STEADY_STEPS = 64
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
@@ -121,9 +122,9 @@ class SyncRule:
         self.optimizer, self.scheduler, self.clip, self.scale = optimizer, scheduler, clip, scale
         self._is_foreign = _is_foreign(optimizer)
         self._places = [parameter.data for _, parameter in self._parameters] if self._is_foreign else []
-        #: Whether a step calls code that is not torch's, which may draw: it has to wait for whoever draws just now.
-        self.may_draw = self._is_foreign or _has_hooks(optimizer) or any(map(_is_foreign, parts_of(scheduler)))
-        self._seed = seed
+        # Whether a step calls code that is not torch's, whether that has drawn, and steps in which it has not.
+        self._own_code = self._is_foreign or _has_hooks(optimizer) or any(map(_is_foreign, parts_of(scheduler)))
+        self._drew, self._steady, self._seed = False, 0, seed
         self._tensors = tensors
         self._ahead: ResultVector | None = None  # where gradients are divided that are expected
         self._expected: dict[int, _Divided] = {}  # by bucket
@@ -179,7 +180,7 @@ class SyncRule:
         Raises SchedulerFailed.
         """
         self.catch_up()
-        if self.may_draw:
+        if self._own_code:
             self._check_frozen()
         learning_rate = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
         learning_rate *= rate_factor
@@ -206,7 +207,10 @@ class SyncRule:
         if self.may_draw:
             with random_state(), torch.enable_grad():
                 self._seed_draws(step)
-                self._step(rate_factor)
+                with random_state() as seeded:
+                    self._step(rate_factor)
+                    self._drew |= has_drawn(self._device) or not seeded.unmoved()
+            self._steady += 1
         elif torch.is_grad_enabled():
             self._step(rate_factor)
         else:
@@ -275,8 +279,18 @@ class SyncRule:
                 raise SchedulerFailed(error) from error
             self._behind = False
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether the next step may draw: code that is not torch's, of which 64 steps have not shown that it does not.
+        Such a step waits for whoever draws just now."""
+        return self._own_code and (self._drew or self._steady < _STEADY_STEPS)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parameters[0][1].device
+
     def _seed_draws(self, of: int | str) -> None:
-        seed_all(seed_for("update", self._seed, of), self._parameters[0][1].device)
+        seed_all(seed_for("update", self._seed, of), self._device)
 
     def _check_frozen(self) -> None:
         """Whether code of somebody's own has frozen a parameter, or the reverse, which nobody would heed. Raises

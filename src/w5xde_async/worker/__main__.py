@@ -166,8 +166,10 @@ def _work(
             server, job=job, config=config, join_file=settings.join_file, rank=rank, reference=settings.job or ""
         )
         if TELLS_ID in os.environ and (rank is None or rank.rank == 0):
-            sys.stderr.write(telling(worker.worker_id))
-            sys.stderr.flush()
+            with suppress(OSError, ValueError, AttributeError):
+                sys.stderr.flush()
+            with suppress(OSError):  # not by sys.stderr, in whose place the job may have put something else
+                os.write(2, telling(worker.worker_id).encode())
         try:
             code = await serve(worker)
         except W5xdeError as error:

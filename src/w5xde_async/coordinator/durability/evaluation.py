@@ -24,7 +24,7 @@ from w5xde_async.openmp import release_helpers
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import Steps
-from w5xde_async.randomness import random_state, seed_all
+from w5xde_async.randomness import draws_random, random_state, seed_all, unwatched
 from w5xde_async.telemetry.events import Bus, Evaluated, Warned
 from w5xde_async.users_code import users_code
 
@@ -34,6 +34,12 @@ class Evaluator:
 
     def __init__(self, job: Job, model: nn.Module, layout: Layout) -> None:
         self._job, self._model, self._layout = job, model, layout
+        self._draws: bool | None = None  # whether evaluate has drawn random numbers so far; None: not tried yet
+        self._others_draw: Callable[[], bool] = lambda: False
+
+    def beside(self, others_draw: Callable[[], bool]) -> None:
+        """``others_draw``: whether reads or updates wait for their turn to draw in this process."""
+        self._others_draw = others_draw
 
     def measure(self, snapshot: Mapping[str, Tensor]) -> dict[str, float]:
         """The metrics of these parameters. Raises what the job raises, and TypeError for what is no number."""
@@ -58,9 +64,11 @@ class Evaluator:
                 for entry, tensor in zip(self._layout.entries, state_of(model, self._layout), strict=True):
                     tensor.copy_(snapshot[entry.name])
                 model.eval()
-                with random_state():  # even if it has never drawn: others' leaves and samples are seeded meanwhile
-                    seed_all(seed)
-                    run()
+                if self._draws is False and self._others_draw():
+                    with unwatched():  # these would wait for it, perhaps for minutes
+                        run()
+                else:  # even if it has never drawn: a later one may, and leaves are computed meanwhile
+                    self._draws = draws_random(run, seed) or bool(self._draws)
         finally:
             release_helpers()  # or who computes steps meanwhile would wait asleep between operations
         return found

@@ -34,7 +34,7 @@ from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.journal import Journal, Position, Replay
 from w5xde_async.store.rundir import RunDir
 from w5xde_async.store.state import JSON, pack_state, unpack_state
-from w5xde_async.telemetry.recorder import is_settled, last_step
+from w5xde_async.telemetry.recorder import is_finished, last_step
 from w5xde_async.telemetry.records import number
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule
@@ -79,7 +79,7 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
         notes.extend(f"{path} belongs to another course of the run" for path in store.abandon_after(record.step))
     journalled = config.durability == "journal"
     told, first = last_step(directory.metrics_path), point.step
-    point = replace(point, settled=is_settled(directory.metrics_path, first))
+    point = replace(point, finished=is_finished(directory.metrics_path, first))
     if told > first and journalled and replay is not None:
         notes.append(f"the journal ends with step {first}, though step {told} had been committed")
     elif told > first:

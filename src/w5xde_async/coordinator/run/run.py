@@ -107,7 +107,9 @@ class Run:
             store=None if files is None else files.checkpoints, every=config.checkpoint_every,
             every_s=config.checkpoint_time_s, before_save=self._hooks.before_save, saved_step=resume.saved_step,
         )  # fmt: skip
-        self._unsettled = 0 if resume.settled else resume.step  # what was evaluated there may not have decided yet
+        self._unsettled = 0 if resume.finished else resume.step  # what was evaluated there may not have decided yet
+        if spec.evaluator is not None:
+            spec.evaluator.beside(self._others_draw)
         self.training = self._begin(History(step=resume.step, samples=resume.samples, loss=resume.loss))
         self.checkpointing = self._checkpointing()
 
@@ -131,6 +133,8 @@ class Run:
             if choice is None or self._stopping or training.progress >= training.total_steps:
                 return
             await self._change(choice)
+            if self.training is training:
+                return
 
     def tick(self, now: float) -> None:
         """Do what is due by time. Called every second or so."""
@@ -157,9 +161,9 @@ class Run:
         self.training.stop()
 
     def _end_early(self) -> None:
-        """The job's ``stop_when`` finishes the run, unless it ends already."""
+        """The job's ``stop_when`` finishes the run, also where somebody has asked it to stop."""
         training = self.training
-        if training.progress < training.total_steps and not training.phase.lifecycle.ends:
+        if training.progress < training.total_steps and training.phase.lifecycle.failure is None:
             self._stopping = True
             training.finish()
 
@@ -179,6 +183,10 @@ class Run:
         if self._spec.stream is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._spec.stream.close)
         await self.evaluation.aclose()
+
+    def _others_draw(self) -> bool:
+        rule = self._strategy.rule
+        return self._loader.may_draw or (isinstance(rule, SyncRule) and rule.may_draw)
 
     def _data_came(self) -> None:
         self.training.data_came()
@@ -246,7 +254,7 @@ class Run:
     def _begin(self, history: History) -> Training:
         """The training that goes on after ``history`` by the strategy that counts now."""
         spec, config, environment = self._spec, self.config, self._environment
-        loader = Loader(
+        self._loader = loader = Loader(
             spec.job, spec.steps, config, reference=environment.reference or None,
             make_pool=environment.runtime.executor, whole_steps=config.update.rule != "sync",
             bad=spec.bad, stream=spec.stream, on_ready=self._data_came, on_skip=self._left_out, on_error=self._fail,
@@ -277,6 +285,8 @@ class Run:
             await session.gone()
         await self.checkpointing.settle()
         await self.evaluation.settle()
+        if self.evaluation.ended_at >= 0:  # ``stop_when`` has finished the run
+            return
         step, samples = before.progress, before.phase.samples_applied
         update, leases_ahead = chosen(choice, self.config.update), choice.leases_ahead
         try:

@@ -95,8 +95,8 @@ class ResumePoint:
 
     ``loss`` is of the last step, where it is known. ``saved_step`` is that of the newest checkpoint that counts; -1:
     none. ``replayed`` are the records of steps that came from the journal, for metrics.jsonl. ``notes`` are for people.
-    ``best``: of the evaluations so far, where the job keeps it. ``settled``: there it ended in good order before, and
-    what was evaluated there has decided what it decides.
+    ``best``: of the evaluations so far, where the job keeps it. ``finished``: there it was finished before, so what
+    was evaluated there has decided what it decides.
     """
 
     step: int = 0
@@ -106,7 +106,7 @@ class ResumePoint:
     replayed: tuple[Mapping[str, object], ...] = ()
     notes: tuple[str, ...] = ()
     best: Best | None = None
-    settled: bool = False
+    finished: bool = False
 
 
 class Prepared(NamedTuple):
