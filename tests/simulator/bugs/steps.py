@@ -128,7 +128,7 @@ def _no_deadline(put: Put) -> None:
     "worker reads nothing",
 )
 def _overdue_kept(put: Put) -> None:
-    put(Liveness, "_overdue", lambda self, grant: self._revoke(grant, "its deadline passed"))
+    put(Liveness, "_overdue", lambda self, grant, now: self._revoke(grant, "its deadline passed"))
 
 
 @bug("reconnect-keeps-leases", "the leases of a connection that has ended are kept for when its worker is back", *LOST)
