@@ -4,8 +4,8 @@ run ends where it would have ended."""
 from __future__ import annotations
 
 import asyncio
-import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.job import Job
-from w5xde_async.telemetry.events import Bus, CheckpointSaved, Evaluated, Event, StepCommitted
+from w5xde_async.telemetry.events import Evaluated, Event
 from w5xde_async.telemetry.recorder import is_finished
 from w5xde_async.telemetry.records import to_line
 from w5xde_async.worker.executors.executor import Computed, HeldLease, Send
@@ -49,54 +49,38 @@ def job(evaluate: Any = lambda model: {"loss": float(model(jobs.digits()[0][:64]
     )  # fmt: skip
 
 
-async def killed(make: Any, run: Path, left: Path, hold: threading.Event, **config: Any) -> None:
-    """``left`` is what a kill -9 leaves of ``run`` while step ``AT`` is evaluated, which ``hold`` stops."""
-    seen: dict[type[Event], int] = {}
-    come = asyncio.Event()
-
-    def see(event: Event) -> None:
-        if isinstance(event, StepCommitted | CheckpointSaved):
-            seen[type(event)] = event.step
-        durable = StepCommitted if config.get("durability") == "journal" else CheckpointSaved
-        if seen.get(durable) == AT:
-            come.set()
-
-    bus = Bus()
-    bus.subscribe(see)
-    async with Coordinator(make(), run_dir=run, config=settings(checkpoint_every=3, **config), bus=bus) as coordinator:
-        worker = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
-        async with asyncio.timeout(30):
-            await come.wait()
-        if coordinator._journal is not None:
-            await coordinator._journal.flush()
-        await asyncio.to_thread(shutil.copytree, run, left)
-        hold.set()
-        await coordinator.wait()
-        await asyncio.gather(worker, return_exceptions=True)
+async def killed(make: Callable[[], Job], left: Path, **config: Any) -> None:
+    """``left`` is what a kill -9 leaves while step ``AT`` is evaluated: all of that step, and no word of an end."""
+    await train(
+        lambda: replace(make(), max_steps=AT, evaluate=None, stop_when=None, keep_best=None), run_dir=left, **config
+    )
+    path = left / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"run_finished"' not in line))
 
 
-@pytest.mark.parametrize("config", [{}, {"durability": "journal"}], ids=["checkpoint", "journal"])
+@pytest.mark.parametrize(
+    "config",
+    [{"checkpoint_every": AT}, {"durability": "journal", "checkpoint_every": 1000}],  # no other is under way then
+    ids=["checkpoint", "journal"],
+)
 async def test_a_kill_in_the_midst_of_it_changes_neither_end_nor_bits(tmp_path: Path, config: dict[str, Any]) -> None:
-    hold, steps, calls = threading.Event(), {3: 1.0, 6: 2.0}, 0
+    steps, calls = {3: 1.0, 6: 2.0}, 0
 
-    def made(*, holds: bool) -> Job:
+    def made() -> Job:
         def evaluate(model: nn.Module) -> dict[str, float]:
             nonlocal calls
             calls += 1
-            if holds and calls == 2:
-                hold.wait(30)
             return {"loss": 1.0 / calls, "norm": steps[3 * calls]}
 
         return job(evaluate)
 
-    undisturbed = await train(lambda: made(holds=False), run_dir=tmp_path / "whole", checkpoint_every=3, **config)
+    undisturbed = await train(made, run_dir=tmp_path / "whole", **config)
     assert undisturbed.step == AT
     calls = 0
-    await killed(lambda: made(holds=True), tmp_path / "run", tmp_path / "left", hold, **config)
+    await killed(made, tmp_path / "left", **config)
     calls, events = 1, list[Event]()  # the second is made again
-    resumed = await train(
-        lambda: made(holds=False), run_dir=tmp_path / "left", events=events, checkpoint_every=3, **config
-    )
+    resumed = await train(made, run_dir=tmp_path / "left", events=events, **config)
     assert [event.step for event in events if isinstance(event, Evaluated)] == [AT]
     assert (resumed.step, resumed.reason) == (undisturbed.step, undisturbed.reason)
     assert resumed.digest == undisturbed.digest
@@ -104,7 +88,7 @@ async def test_a_kill_in_the_midst_of_it_changes_neither_end_nor_bits(tmp_path: 
     assert resumed.best.step == AT
 
     calls, steps = 0, {3: 1.0, 6: 1.0, 9: 1.0, 12: 1.0}  # and who goes on after such an end is not ended by it again
-    further = await train(lambda: made(holds=False), run_dir=tmp_path / "left", checkpoint_every=3, **config)
+    further = await train(made, run_dir=tmp_path / "left", **config)
     assert further.step == 12
     assert calls == 2
 
