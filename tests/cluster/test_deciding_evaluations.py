@@ -15,6 +15,7 @@ from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, settings, train
 from torch import nn
 
+from w5xde_async.coordinator.run.run import Run
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.job import Job
@@ -141,7 +142,12 @@ async def test_a_stop_does_not_overrule_what_an_evaluation_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_flight: bool
 ) -> None:
     """It is under way when somebody stops the run, and finishes it; now, or after the resume."""
-    begun, hold, holds = threading.Event(), threading.Event(), True
+    begun, hold, decided, holds = threading.Event(), threading.Event(), threading.Event(), True
+    end_early = Run._end_early
+
+    def told(self: Run) -> None:
+        end_early(self)
+        decided.set()
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         if holds:
@@ -153,10 +159,11 @@ async def test_a_stop_does_not_overrule_what_an_evaluation_decides(
 
     def late(self: InPlaceExecutor, held: HeldLease, send: Send) -> Computed:
         if holds and in_flight and held.message.version == AT:
-            hold.wait(30)
+            decided.wait(5)  # what is in flight comes after the decision
         return compute(self, held, send)
 
     monkeypatch.setattr(InPlaceExecutor, "compute", late)
+    monkeypatch.setattr(Run, "_end_early", told)
     made = replace(job(evaluate), evaluate_every=AT)
     async with Coordinator(made, run_dir=tmp_path / "run", config=settings()) as coordinator:
         worker = asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run())
