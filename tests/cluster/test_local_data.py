@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job
-from w5xde_async.telemetry.events import Bus, Event, RunReported, SampleLeftOut, Warned, WorkerReported
+from w5xde_async.telemetry.events import Bus, Event, RunFinished, RunReported, SampleLeftOut, Warned, WorkerReported
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Departure, Worker
 
@@ -98,7 +98,8 @@ async def test_the_bits_are_those_of_data_that_is_sent(noisy: bool) -> None:
 
 
 async def test_a_worker_whose_disk_hangs_leaves_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read that never ends, as of a file on a server that is gone: another computes what it had."""
+    """A read that never ends, as of a file on a server that is gone: another computes what it had. One step waits for
+    it, not all: who has not finished with a lease that was taken from it is given no other."""
     monkeypatch.setattr("w5xde_async.worker.connection.own_data._READ_S", 0.2)
     comes_back, reading = threading.Event(), threading.Event()
 
@@ -111,7 +112,10 @@ async def test_a_worker_whose_disk_hangs_leaves_all_the_same(monkeypatch: pytest
 
     made = job(epochs=16)
     sent, _, _ = await run(made, [(QUICK_WORKER, made)])
-    async with Coordinator(made, config=settings(min_workers=2, heartbeat_s=0.05)) as coordinator:
+    events: list[Event] = []
+    bus = Bus()
+    bus.subscribe(events.append)
+    async with Coordinator(made, config=settings(min_workers=2, heartbeat_s=0.05), bus=bus) as coordinator:
         config, own = reads_own(Hanging())
         hangs = Worker(coordinator.address, job=own, config=config)
         other = Worker(coordinator.address, job=made, config=QUICK_WORKER)
@@ -123,6 +127,8 @@ async def test_a_worker_whose_disk_hangs_leaves_all_the_same(monkeypatch: pytest
         finally:
             comes_back.set()
     assert result.digest == sent.digest
+    (finished,) = [event for event in events if isinstance(event, RunFinished)]
+    assert finished.leases_backed_up < 20
     assert departures == [Departure.FINISHED] * 2
     assert hangs.abandoned
     assert not other.abandoned

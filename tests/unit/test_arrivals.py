@@ -14,6 +14,7 @@ from torch import Tensor
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.wire.messages import Lease, Submit, Unread
 from w5xde_async.worker.connection.arrivals import Arrivals
+from w5xde_async.worker.connection.inbox import MOST_LEASES
 from w5xde_async.worker.connection.own_data import OwnBatch
 
 
@@ -29,16 +30,21 @@ class Bench:
         self.out: list[Any] = []
         self.asked: list[Unread] = []
         self.errors: list[BaseException] = []
+        self.not_begun: list[int] = []
+        self.hangs = asyncio.Event()  # until it is set, what was being read goes on
         own: Any = self
         self.arrivals = Arrivals(
             own, 7, lease=self._lease, submit=self.out.append, ask=self.asked.append, room=room,
-            on_failure=self.errors.append,
+            not_begun=self.not_begun.append, on_failure=self.errors.append,
         )  # fmt: skip
 
     async def read(self, message: Lease, indices: Tensor, seed: int) -> OwnBatch:
         assert (indices.tolist(), seed) == ([5, 9], 7)
         self.reads[message.lease] = asyncio.get_running_loop().create_future()
         return await self.reads[message.lease]
+
+    async def quiet(self) -> None:
+        await self.hangs.wait()
 
     def _lease(self, message: Lease, batch: tuple[Tensor, ...]) -> None:
         assert not message.local
@@ -102,6 +108,39 @@ async def test_a_revoked_one_holds_up_nobody(bench: Bench) -> None:
     assert bench.arrivals.revoke(2)
     assert [item[0] for item in bench.out] == [3]
     assert not bench.arrivals.revoke(3)
+
+
+async def test_a_revoked_one_is_answered_when_nothing_is_read_for_it_any_more(bench: Bench) -> None:
+    await bench.come(1, 2)
+    await bench.answer(2, OSError("gone"))
+    bench.arrivals.lease(lease(3), (torch.tensor([5, 9]),))
+    for number in (1, 2, 3):  # under way, asked for, about to begin
+        assert bench.arrivals.revoke(number)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert sorted(bench.not_begun) == [2, 3]
+    assert not bench.arrivals.revoke(1)
+    bench.hangs.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert sorted(bench.not_begun) == [1, 2, 3]
+
+
+async def test_one_that_hangs_is_forgotten_at_the_end(bench: Bench) -> None:
+    await bench.come(1)
+    bench.arrivals.revoke(1)
+    await asyncio.sleep(0)
+    await bench.arrivals.aclose()
+    assert bench.not_begun == []
+
+
+async def test_hanging_reads_are_few(bench: Bench) -> None:
+    """Whoever leases and revokes for ever is refused."""
+    with pytest.raises(MalformedFrame, match="leases at once"):
+        for number in range(MOST_LEASES + 1):
+            await bench.come(number)
+            bench.arrivals.revoke(number)
+            await asyncio.sleep(0)
 
 
 async def test_what_there_is_no_room_for_is_asked_for() -> None:

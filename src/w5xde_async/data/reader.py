@@ -122,6 +122,12 @@ class LeafReader:
             self._structure = flatten(rows)[0]
         return Read(self._structure, rows)
 
+    async def quiet(self) -> None:
+        """Wait for the reads that are under way now, not for those that have no thread yet."""
+        await asyncio.gather(
+            *(asyncio.wrap_future(job) for job in tuple(self._jobs) if job.running()), return_exceptions=True
+        )
+
     async def aclose(self) -> None:
         """Wait for reads under way. Cancelled, it leaves them to themselves."""
         loop = asyncio.get_running_loop()

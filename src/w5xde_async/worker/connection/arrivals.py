@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec import structs
 from torch import Tensor
@@ -27,6 +28,7 @@ class _Waiting:
     reading: asyncio.Task[None] | None = None
     asked: bool = False  # the coordinator was asked for its data
     ready: bool = False
+    revoked: bool = False
 
 
 class Arrivals:
@@ -41,13 +43,18 @@ class Arrivals:
         submit: Callable[[Submit], None],
         ask: Callable[[Unread], None],
         room: Callable[[int], bool],
+        not_begun: Callable[[int], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
         """``seed``: the run's. ``room``: whether batches of so many more bytes may be held, beside those that were
-        handed on. ``on_failure`` hears what broke off outside of any call."""
+        handed on. ``not_begun`` is told of leases that were revoked here. ``on_failure`` hears what broke off outside
+        of any call."""
         self._own, self._seed = own, seed
-        self._lease, self._submit, self._ask, self._room, self._on_failure = lease, submit, ask, room, on_failure
+        self._lease, self._submit, self._ask, self._room = lease, submit, ask, room
+        self._not_begun, self._on_failure = not_begun, on_failure
         self._waiting: deque[_Waiting] = deque()
+        self._closed = False
+        self._given_up: set[asyncio.Task[None]] = set()  # reads of leases that were revoked, until they are over
 
     @property
     def held_bytes(self) -> int:
@@ -66,7 +73,7 @@ class Arrivals:
         if not message.local and not self._waiting:
             self._lease(message, batch)
             return
-        if len(self._waiting) >= MOST_LEASES:
+        if len(self._waiting) + len(self._given_up) >= MOST_LEASES:
             raise MalformedFrame(f"{MOST_LEASES} leases at once")
         arrival = _Waiting(message, batch, ready=not message.local)
         self._waiting.append(arrival)
@@ -83,20 +90,37 @@ class Arrivals:
             self._waiting.append(_Waiting(message, ready=True))
 
     def revoke(self, lease: int) -> bool:
-        """The lease is void. False where it does not wait here."""
+        """The lease is void. False where it does not wait here.
+
+        One that is being read is ``not_begun`` once that is over: else a worker whose disk hangs would be given lease
+        after lease, and every step would wait for it.
+        """
         known = next((one for one in self._waiting if _is(one, lease)), None)
         if known is None:
             return False
-        if known.reading is not None:
-            known.reading.cancel()
         self._waiting.remove(known)
+        if known.reading is None:
+            self._not_begun(lease)
+        else:
+            known.revoked = True
+            self._given_up.add(known.reading)
+            known.reading.add_done_callback(partial(self._over, lease))
+            known.reading.cancel()
         self._flow()
         return True
 
+    def _over(self, lease: int, reading: asyncio.Task[None]) -> None:
+        """What was read of a revoked lease is over; or this is closed."""
+        if reading in self._given_up:
+            self._given_up.discard(reading)
+            self._not_begun(lease)
+
     async def aclose(self) -> None:
         """Forget what waits."""
-        reading = [one.reading for one in self._waiting if one.reading is not None]
+        self._closed = True
+        reading = [*self._given_up, *(one.reading for one in self._waiting if one.reading is not None)]
         self._waiting.clear()
+        self._given_up.clear()
         for task in reading:
             task.cancel()
         if reading:
@@ -109,6 +133,11 @@ class Arrivals:
                 arrival.batch = ()
                 fits = self._room(self.held_bytes + _nbytes(tensors))
                 reason = "" if fits else "it would hold more than its --memory-limit"
+            except asyncio.CancelledError:
+                if self._closed or not arrival.revoked:
+                    raise
+                await self._own.quiet()
+                return
             except Exception as error:  # whatever the dataset raises: the coordinator may read it, or leave samples out
                 reason = headline(f"{type(error).__name__}: {error}")
             arrival.reading, arrival.batch = None, ()

@@ -79,7 +79,7 @@ class Leases:
         self._own = own
         self._arrivals = None if own is None else Arrivals(
             own, seed, lease=self._enter, submit=self._ask, ask=lambda unread: outbox.post(encode(unread)),
-            room=self._inbox.has_room, on_failure=on_failure,
+            room=self._inbox.has_room, not_begun=self.not_begun, on_failure=on_failure,
         )  # fmt: skip
         self._earlier = list(unsent)
         self._on_failed, self._failed_in_a_row = on_failed, 0
@@ -244,8 +244,10 @@ class Leases:
     def revoke(self, message: messages.Revoke) -> None:
         """Nobody waits for this lease any more."""
         lease = message.lease
-        if self._inbox.revoke(lease) or (self._arrivals is not None and self._arrivals.revoke(lease)):
+        if self._inbox.revoke(lease):
             self.not_begun(lease)
+        elif self._arrivals is not None and self._arrivals.revoke(lease):
+            pass  # it says so itself
         elif lease == self._queue.computing or self._queue.holds(lease):
             self._revoked.add(lease)  # otherwise its DONE is on its way
 

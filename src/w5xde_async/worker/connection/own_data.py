@@ -84,6 +84,10 @@ class OwnData:
         tensors = tuple(tensor for read in reads for tensor in read.tensors)
         return OwnBatch(joined([read.structure for read in reads]), False, tensors)
 
+    async def quiet(self) -> None:
+        """Return when what is being read now has been read."""
+        await self._reader.quiet()
+
     async def aclose(self) -> bool:
         """Wait for reads under way. False where one hangs, as on a network disk: its thread is left to itself."""
         try:
