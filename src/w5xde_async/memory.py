@@ -393,8 +393,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
         islands = [IslandShape.parse(text) for text in given.island or _SHOWN]
         need(given.job.count(":") >= 1, f"{given.job!r} is not FILE.py:NAME or MODULE:NAME")
         rule = rule_of(UpdateConfig(rule=given.update, codec=given.codec))
-        job = load_job(given.job)
-        survey = Survey(job)
+        survey = Survey(load_job(given.job))
+        job = survey.job  # with the size of a microbatch that a run would choose
         parts = (
             f"{survey.layout.num_parameters:,} parameters",
             f"{job.microbatch_samples} samples a microbatch",

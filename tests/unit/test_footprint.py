@@ -345,6 +345,12 @@ def test_the_program_prints_the_table(capsys: pytest.CaptureFixture[str]) -> Non
     assert "Not counted" in out
 
 
+def test_it_says_what_a_run_would_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    """A microbatch is all of a step that is too short to be shared."""
+    assert w5xde(["memory", "examples/digits.py:job", "--island", "dp=2"]) == 0
+    assert "9,610 parameters, 64 samples a microbatch, 1 microbatches a leaf" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
