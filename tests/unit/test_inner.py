@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -172,6 +173,18 @@ def test_same_bits_with_a_schedule(name: str, optimizer: str) -> None:
     expected = train(mine, own, nothing, scheduler.step if scheduler else nothing)
     found = train(theirs, built, lambda step: set_scheduled(built, description["scheduled"], rows[step]), nothing)
     assert found == expected
+
+
+def test_how_far_a_step_goes_by_its_rates() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False))
+    groups = [{"params": model[0].parameters(), "lr": 0.4}, {"params": model[1].parameters(), "lr": 0.0}]
+    optimizer = O.SGD(groups, momentum=0.5)
+    constant = Schedule(optimizer, None)
+    assert constant.rate(0) == constant.rate(7) == pytest.approx(0.4 * math.sqrt(9 / 12))
+    cycled = Schedule(optimizer, O.lr_scheduler.OneCycleLR(optimizer, [0.4, 0.0001], total_steps=20))
+    rates = [cycled.rate(step) for step in range(20)]
+    assert max(rates) == pytest.approx(0.4 * math.sqrt(9 / 12), rel=1e-3)
+    assert rates[0] < max(rates) / 20
 
 
 def test_a_schedule_has_run_up_to_where_a_run_goes_on() -> None:

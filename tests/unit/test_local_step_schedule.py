@@ -17,13 +17,13 @@ def turns(*workers: str) -> LocalStepSchedule:
     for worker in workers:
         made.join(worker, 0)
         made.granted(worker, 0.0)
-        made.carried(worker, 10)
+        made.carried(worker, 10, 0.1)
     return made
 
 
 def submit(made: LocalStepSchedule, worker: str, lease: int, fragment: int) -> int:
     made.asked(worker, lease, fragment)
-    return made.take_samples(worker, fragment)
+    return made.take(worker, fragment)[0]
 
 
 def test_a_worker_has_had_its_turn_until_the_round_closes() -> None:
@@ -61,11 +61,11 @@ def test_what_is_refused_stays_with_its_worker_once() -> None:
         samples = submit(made, "a", lease, 0)
         made.answered("a", lease, 1.0, kept=kept and samples)
         owed.append((samples, made.owes("a", 0)))
-        made.carried("a", 5)
+        made.carried("a", 5, 0.1)
     # The second refusal in a row is the last of it; an accepted one clears the slate.
     assert owed == [(10, True), (15, False), (5, True), (10, False)]
     made.answered("a", 99, 1.0, kept=7)  # of a link that has ended
-    assert made.take_samples("a", 0) == 5
+    assert made.take("a", 0) == (5, 0.5)
 
 
 @pytest.mark.parametrize(("num_fragments", "period"), [(1, 5), (2, 4), (3, 10), (4, 3), (8, 30)])

@@ -273,10 +273,29 @@ def test_a_restored_gate_judges_alike() -> None:
 
 def test_a_short_batch_is_compared_with_what_its_noise_may_be() -> None:
     gate = NormGate()
-    assert all(gate.judge(1.0, samples=64) for _ in range(20))
-    assert gate.judge(7.9, samples=1) == pytest.approx(1.0)  # noise alone: as much longer as the root of 64
-    assert gate.judge(11.0, samples=1) == 0.0
-    assert gate.judge(2.0, samples=64) == 0.0
+    assert all(gate.judge(1.0, length=64) for _ in range(20))
+    assert gate.judge(7.9, length=1) == pytest.approx(1.0)  # noise alone: as much longer as the root of 64
+    assert gate.judge(11.0, length=1) == 0.0
+    assert gate.judge(2.0, length=64) == 0.0
+
+
+@pytest.mark.parametrize("zeros", [1, 8, 64, 100])
+def test_zeros_say_nothing_of_what_follows(zeros: int) -> None:
+    """A rate that begins at zero, for however long."""
+    gate = NormGate(NormGateConfig(least_spread=0.5), pseudo_gradients=True)
+    assert all(gate.judge(0.0, 0.0) for _ in range(zeros))
+    assert all(gate.judge(1e-6 * step, 0.1 * step) for step in range(1, 40))
+    assert gate.judge(0.0, 0.0)
+    assert gate.judge(1.0, 4.0) == 0.0
+
+
+def test_a_rate_that_rises_is_no_reason_to_refuse() -> None:
+    """A warm-up over a thousand times the rate: as long as the norm rises no faster."""
+    gate = NormGate(NormGateConfig(least_spread=0.5), pseudo_gradients=True)
+    rates = [1e-6 * 2 ** (step / 2) for step in range(24)]
+    assert all(gate.judge(3.0 * rate * 50, rate * 50) for rate in rates)
+    assert gate.judge(3.0 * rates[-1] * 50 * 100, rates[-1] * 50) == 0.0
+    assert all(gate.judge(3.0 * rate * 50, rate * 50) for rate in reversed(rates))
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -15,11 +17,11 @@ from w5xde_async.updates.outer import Contribution, OuterRule, make_rule
 from w5xde_async.updates.sync import SyncRule
 
 
-def rule_of(**update: str) -> OuterRule:
+def rule_of(scheduler: Any = None, **update: Any) -> OuterRule:
     data = TensorDataset(torch.zeros(8, 4), torch.zeros(8))
     job = Job(
         model=lambda: nn.Linear(4, 3), dataset=data, loss=nn.functional.mse_loss, max_steps=1, batch_size=8,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0), scheduler=scheduler,
     )  # fmt: skip
     model = nn.Linear(4, 3)
     layout = Layout.of(model, bucket_bytes=64 << 10)
@@ -27,7 +29,7 @@ def rule_of(**update: str) -> OuterRule:
     state.copy_from(model)
     state.adopt(model)
     sync = SyncRule.of(job, model, layout, state)
-    return make_rule(UpdateConfig(**update), sync, state, min_workers=1, gate=None)  # type: ignore[arg-type]
+    return make_rule(UpdateConfig(**update), sync, state, min_workers=1, gate=None)
 
 
 def contribution(rule: OuterRule, step: int) -> Contribution:
@@ -64,3 +66,35 @@ def test_a_state_of_another_rule_is_refused() -> None:
     for mine, other in (("local", "streaming"), ("async", "local"), ("async-local", "async")):
         with pytest.raises(ValueError, match=f"the checkpoint has the rule '{other}', not '{mine}'"):
             rule_of(rule=mine).load_state_dict(rule_of(rule=other).state_dict())
+
+
+@pytest.mark.parametrize("stops", [(), (1,), (1, 2, 6, 7, 11), tuple(range(0, 24, 3))])
+def test_a_schedule_counts_results_however_often_a_run_has_stopped(stops: tuple[int, ...]) -> None:
+    """A stop makes a version of what is in the buffer: more of them than a schedule for the whole run has steps."""
+
+    def made(results_per_step: int = 4) -> OuterRule:
+        return rule_of(
+            lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=7),
+            rule="async", results_per_step=results_per_step,
+        )  # fmt: skip
+
+    def steps_of(rule: OuterRule) -> int:
+        return int(rule.scheduler.state_dict()["last_epoch"])
+
+    rule, versions = made(), 0
+    for step in range(24):
+        assert rule.offer(contribution(rule, step)).accepted
+        if rule.due or step in stops or step == 23:
+            rule.commit(0)
+            versions += 1
+            assert steps_of(rule) == (step + 1) // 4
+        if step in stops:
+            state, rule = rule.state_dict(), made()
+            rule.load_state_dict(state)
+    assert steps_of(rule) == 6
+    assert versions >= 6 + bool(stops)
+    again = made(results_per_step=1)  # it goes on with other versions: as many steps as it makes
+    again.load_state_dict(rule.state_dict())
+    assert again.offer(contribution(again, 24)).accepted
+    again.commit(0)
+    assert steps_of(again) == 7

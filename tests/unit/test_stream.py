@@ -183,3 +183,15 @@ def test_results_that_are_all_too_large_vouch_for_each_other() -> None:
     ledger.refuse(lease, "b", 5.0, most=9)
     lease = submit("c")
     assert ledger.vouched(lease, "c", present=4) == 10.0  # twice the smallest: one of them is honest
+
+
+def test_nobody_vouches_for_a_result_without_steps_of_its_own() -> None:
+    """Where fragments stream, another fragment's result had them."""
+    ledger = StreamLedger(total_steps=1)
+    grant = ledger.grant("a", now=0.0, deadline_s=5.0)
+    assert grant is not None
+    ledger.carry(grant.lease, 0.0)
+    first, second = ledger.ask("a", now=0.0), ledger.ask("a", now=0.0)
+    assert ledger.submitted(first.lease, 0.0)[0] == (0,)
+    assert ledger.submitted(second.lease, 0.0)[0] == ()
+    assert ledger.vouched(second.lease, "a", present=1) == 0.0

@@ -430,9 +430,16 @@ def test_a_state_of_another_average_or_layout_is_refused() -> None:
     shorter = LocalStepsRule(torch.zeros(NUMEL - 1), LocalStepsConfig(), gate=NormGate())
     with pytest.raises(ValueError, match="does not fit"):
         shorter.load_state_dict(stored(made["local"].state_dict()))
-    without = LocalStepsRule(torch.zeros(NUMEL), LocalStepsConfig())
-    with pytest.raises(ValueError, match="norm gate"):
-        without.load_state_dict(stored(made["local"].state_dict()))
+
+
+def test_a_gate_may_be_left_out_or_put_in_where_a_run_goes_on() -> None:
+    gated, without = rules()["local"](), LocalStepsRule(torch.zeros(NUMEL), LocalStepsConfig())
+    state = stored(gated.state_dict())
+    without.load_state_dict(state)
+    again = rules()["local"]()
+    again.load_state_dict(stored(without.state_dict()))
+    assert again.admission.gate is not None
+    assert math.isinf(again.admission.gate.bound(1))
 
 
 def test_a_delta_of_many_steps_is_not_odd_and_keeps_its_length() -> None:

@@ -12,6 +12,7 @@ each at most once. The optimizer built has the same bits as the one described, o
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -112,6 +113,7 @@ class Schedule:
             cycled = ("betas",) if "betas" in optimizer.defaults else ("momentum",)
         self.scheduled: tuple[str, ...] = ("lr", *cycled)
         self._width = len(self.scheduled) * len(optimizer.param_groups)
+        self._sizes = [sum(parameter.numel() for parameter in group["params"]) for group in optimizer.param_groups]
         self._fixed = self._others()
         self._numbers = array("d")
         if scheduler is not None:
@@ -140,6 +142,11 @@ class Schedule:
             self._take()
         width = self._width
         return [list(self._numbers[row * width : (row + 1) * width]) for row in range(first, first + count)]
+
+    def rate(self, step: int) -> float:
+        """How far a step goes by its learning rates, beside the others: their root mean square over parameters."""
+        lrs = self.rows(step, 1)[0][:: len(self.scheduled)]
+        return math.sqrt(sum(n * lr * lr for n, lr in zip(self._sizes, lrs, strict=True)) / max(sum(self._sizes), 1))
 
     def _take(self) -> None:
         for group in self._optimizer.param_groups:

@@ -24,12 +24,14 @@ from w5xde_async.wire.messages import VerdictCode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one result. ``weight`` is its staleness weight, 0 where refused; ``norm`` its L2 norm as sent."""
+    """What became of one result. ``weight`` is its staleness weight, 0 where refused; ``norm`` its L2 norm as sent.
+    ``unusual``: refused by the norm gate."""
 
     verdict: VerdictCode
     reason: str = ""
     weight: float = 0.0
     norm: float = math.nan
+    unusual: bool = False
 
     @property
     def accepted(self) -> bool:
@@ -56,13 +58,13 @@ class Admission:
         self._scale = scale
 
     def judge(
-        self, vector: Tensor, *, samples: int, staleness: int, sender: str = "one", present: int = 1,
-        vouched: float = 0.0,
+        self, vector: Tensor, *, samples: int, staleness: int, length: float | None = None, sender: str = "one",
+        present: int = 1, vouched: float = 0.0,
     ) -> Outcome:  # fmt: skip
         """Whether this result counts, and by what weight. The gate may scale ``vector`` down in place.
 
         ``sender``: who sent it. ``present``: how many workers are here. ``vouched``: the norm that others' results
-        allow it.
+        allow it. ``length``: what the gate compares norms by, see there; None: the samples.
 
         Raises ValueError for a result from the future, which only a fault of the caller's can make.
         """
@@ -77,11 +79,12 @@ class Admission:
         if not math.isfinite(norm):
             return Outcome(verdict=VerdictCode.REJECTED, reason="not finite", norm=norm)
         if self.gate is not None:
-            bound = self.gate.bound(samples)
-            factor = self.gate.judge(norm, samples, sender=sender, present=present, vouched=vouched)
+            length = samples if length is None else length
+            bound = self.gate.bound(length)
+            factor = self.gate.judge(norm, length, sender=sender, present=present, vouched=vouched)
             if factor == 0.0:
                 reason = f"its norm {norm:.3g} is over the bound {bound:.3g}"
-                return Outcome(verdict=VerdictCode.REJECTED, reason=reason, norm=norm)
+                return Outcome(verdict=VerdictCode.REJECTED, reason=reason, norm=norm, unusual=True)
             if factor != 1.0 and self._scale:
                 vector.mul_(factor)
         weight = staleness_weight(staleness, self.exponent)
@@ -97,10 +100,8 @@ class Admission:
         return {"gate": None if self.gate is None else self.gate.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``. Raises ValueError where only one of the two has a gate."""
-        if (state["gate"] is None) != (self.gate is None):
-            raise ValueError("the checkpoint and the rule do not agree on whether there is a norm gate")
-        if self.gate is not None:
+        """Continue from ``state_dict``. A gate that the checkpoint has not begins to learn."""
+        if self.gate is not None and state["gate"] is not None:
             self.gate.load_state_dict(state["gate"])
 
 

@@ -65,14 +65,16 @@ class DelayedNesterovRule:
 
     @torch.no_grad()
     def offer(
-        self, pseudo_gradient: Tensor, *, samples: int, staleness: int, workers: int = 1, sender: str = "one",
-        present: int = 1, vouched: float = 0.0,
+        self, pseudo_gradient: Tensor, *, samples: int, staleness: int, path: float | None = None, workers: int = 1,
+        sender: str = "one", present: int = 1, vouched: float = 0.0,
     ) -> Outcome:  # fmt: skip
-        """Apply one worker's pseudo-gradient, which is used up. ``workers``: how many there are."""
+        """Apply one worker's pseudo-gradient, which is used up. ``workers``: how many there are. ``path``: see
+        ``Admission.judge``."""
         check_vector(pseudo_gradient, self.parameters.numel())
         outcome = self.admission.judge(
-            pseudo_gradient, samples=samples, staleness=staleness, sender=sender, present=present, vouched=vouched
-        )
+            pseudo_gradient, samples=samples, length=path, staleness=staleness, sender=sender, present=present,
+            vouched=vouched,
+        )  # fmt: skip
         if not outcome.accepted:
             return outcome
         period = self.config.period or workers

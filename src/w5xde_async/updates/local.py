@@ -70,14 +70,16 @@ class LocalStepsRule:
         self._momentum = torch.zeros_like(parameters)
 
     def offer(
-        self, pseudo_gradient: Tensor, *, samples: int, staleness: int = 0, sender: str = "one", present: int = 1,
-        vouched: float = 0.0,
+        self, pseudo_gradient: Tensor, *, samples: int, path: float | None = None, staleness: int = 0,
+        sender: str = "one", present: int = 1, vouched: float = 0.0,
     ) -> Outcome:  # fmt: skip
-        """Count one worker's pseudo-gradient, which is used up. ``staleness``: rounds closed since its lease."""
+        """Count one worker's pseudo-gradient, which is used up. ``staleness``: rounds closed since its lease.
+        ``path``: see ``Admission.judge``."""
         check_vector(pseudo_gradient, self.parameters.numel())
         outcome = self.admission.judge(
-            pseudo_gradient, samples=samples, staleness=staleness, sender=sender, present=present, vouched=vouched
-        )
+            pseudo_gradient, samples=samples, length=path, staleness=staleness, sender=sender, present=present,
+            vouched=vouched,
+        )  # fmt: skip
         if outcome.accepted:
             self.average.add(pseudo_gradient, samples=samples, weight=outcome.weight)
         return outcome

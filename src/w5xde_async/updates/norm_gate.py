@@ -2,14 +2,15 @@
 
 A norm over median + k * MAD of the last accepted norms is refused; an accepted one over the median is scaled down to
 it. Results are not of one length, so like is compared with like: each known norm is first scaled up to
-the judged result's sample count, and never down. With n samples in the judged result and n_i in the known one:
+the judged result's length, and never down. With length n of the judged result and n_i of the known one:
 
-    mean gradients   norm_i max(1, sqrt(n_i / n))    fewer samples have more noise in their mean
-    pseudo-gradients norm_i max(1, n / n_i)          more steps go further, at most in proportion; a walk that turns
-                                                     back or noise make it less, and a short one is no longer than a
-                                                     long one
+    mean gradients   norm_i max(1, sqrt(n_i / n))    n: samples; fewer have more noise in their mean
+    pseudo-gradients norm_i max(1, n / n_i)          n: samples times their steps' learning rate; such a path leads
+                                                     further, at most in proportion; one that turns back or noise make
+                                                     it less, and a short one is no longer than a long one
 
-Neither a short last batch nor the short last piece of a worker that leaves is over the bound for its length. MAD is the
+Neither a short last batch nor the short last piece of a worker that leaves is over the bound for its length, nor what a
+rate that rises makes larger. Zeros, as a rate that begins at zero makes them, are accepted and have no vote. MAD is the
 median absolute deviation (Hampel 1974). Both hold while fewer than half of the window is bad, which a mean and a
 standard deviation do not. The gate bounds what one result can move (G13). It does not see a result of usual size and
 wrong direction (a sign flip): for those, the median of ``averages``, or re-execution of the block.
@@ -42,7 +43,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-_Known = tuple[float, int]  # a norm, and of how many samples
+_Known = tuple[float, float]  # a norm, and of what length
 _FIRST = 10.0  # times the median that the first results may have
 
 
@@ -83,21 +84,21 @@ class NormGate:
         self._accepted: dict[str, deque[_Known]] = {}  # by sender, who sent last at the end; "": of those that left
         self._refused: dict[str, tuple[int, _Known]] = {}  # whose last were refused: how many in a row, and the last
 
-    def bound(self, samples: int = 1) -> float:
-        """The largest norm of so many samples that is accepted now; infinite while nothing is known."""
-        return self._median_and_bound(samples)[1]
+    def bound(self, length: float = 1) -> float:
+        """The largest norm of a result of this length that is accepted now; infinite while nothing is known."""
+        return self._median_and_bound(length)[1]
 
     def judge(
-        self, norm: float, samples: int = 1, *, sender: str = "one", present: int = 1, vouched: float = 0.0
+        self, norm: float, length: float = 1, *, sender: str = "one", present: int = 1, vouched: float = 0.0
     ) -> float:  # fmt: skip
         """The factor to scale a result of this finite norm by: 1, less where over the median, 0 where refused.
 
         ``sender``: who sent it; ``present``: how many there are that may send. Up to ``vouched`` it counts even
         where it is over the bound, which learns nothing from it.
         """
-        median, bound = self._median_and_bound(samples)
+        median, bound = self._median_and_bound(length)
         if norm > bound:
-            self._refused[sender] = (self._refused.get(sender, (0,))[0] + 1, (norm, samples))
+            self._refused[sender] = (self._refused.get(sender, (0,))[0] + 1, (norm, length))
             share = -(-self.config.reopen_after // (present // 2 + 1))
             agreed = {who: last for who, (count, last) in self._refused.items() if count >= share}
             if 2 * len(agreed) > present:
@@ -109,7 +110,8 @@ class NormGate:
         if sender not in self._accepted:
             self._accepted[sender] = self._remembered()
         known = self._accepted[sender] = self._accepted.pop(sender)  # to the end
-        known.append((norm, samples))
+        if norm > 0:
+            known.append((norm, length))
         return median / norm if norm > median else 1.0
 
     def left(self, sender: str) -> None:
@@ -130,23 +132,23 @@ class NormGate:
         each = max(1, window // max(1, len(senders)))
         return {who: list(known)[-each:] for who, known in reversed(senders)}
 
-    def _median_and_bound(self, samples: int) -> tuple[float, float]:
+    def _median_and_bound(self, length: float) -> tuple[float, float]:
         votes = [
-            (norm * self._longer(samples / known), 1 / len(heard))
+            (norm * self._longer(length, known), 1 / len(heard))
             for heard in self._heard().values()
             for norm, known in heard
         ]
         if len(votes) < self.config.warmup:
-            # A learning rate that begins at zero makes pseudo-gradients of zeros.
-            above_zero = [norm for norm, _ in votes if norm > 0]
-            return math.inf, _FIRST * statistics.median_low(above_zero) if above_zero else math.inf
+            return math.inf, _FIRST * statistics.median_low([norm for norm, _ in votes]) if votes else math.inf
         median = _voted(votes)
         mad = _voted([(abs(norm - median), vote) for norm, vote in votes])
         return median, median + self.config.deviations * max(mad, self.config.least_spread * median)
 
-    def _longer(self, samples: float) -> float:
-        """How many times longer a result of so many times the samples may be."""
-        return max(1.0, samples if self._pseudo_gradients else 1 / math.sqrt(samples))
+    def _longer(self, length: float, known: float) -> float:
+        """How many times longer a result of this length may be than a known one of that."""
+        if self._pseudo_gradients:
+            return max(1.0, length / known) if known > 0 else 1.0
+        return max(1.0, math.sqrt(known / length))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and numbers."""
@@ -158,12 +160,12 @@ class NormGate:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
         self._accepted = {
-            who: self._remembered((float(norm), int(samples)) for norm, samples in known)
+            who: self._remembered((float(norm), float(length)) for norm, length in known if norm > 0)
             for who, known in state["heard"].items()
             if known
         }
         self._refused = {
-            who: (int(count), (float(norm), int(samples))) for who, (count, norm, samples) in state["refused"].items()
+            who: (int(count), (float(norm), float(length))) for who, (count, norm, length) in state["refused"].items()
         }
 
 

@@ -47,8 +47,9 @@ class Contribution:
     """What one worker submits. ``vector`` is used up; ``present`` per result bucket; ``version``: computed with.
 
     ``fragment``: the one that its buckets belong to (0 where there is but one). ``steps``: sampler steps that no
-    earlier contribution holds; ``counted``: their samples. ``samples``: what it weighs. ``sender``: who submits it;
-    ``workers`` are present. ``vouched``: the norm that it may have by what others made of the same steps.
+    earlier contribution holds; ``counted``: their samples. ``samples``: what it weighs. ``path``: of a pseudo-gradient,
+    how far its steps may have gone (samples times learning rate, summed). ``sender``: who submits it; ``workers`` are
+    present. ``vouched``: the norm that it may have by what others made of the same steps.
     """
 
     steps: tuple[int, ...]
@@ -59,6 +60,7 @@ class Contribution:
     vector: ResultVector
     present: Sequence[bool]
     untouched: frozenset[int]
+    path: float = 0.0
     workers: int = 1
     sender: str = "one"
     vouched: float = 0.0
@@ -276,6 +278,7 @@ class _Asynchronous(OuterRule):
         self._root = ResultVector(inner.layout)
         self._present = [bucket.group == self.group for bucket in inner.layout.result_buckets]
         self._untouched: frozenset[int] | None = None
+        self._scheduled: int | None = None  # steps of the scheduler; None: those of the results before the open buffer
 
     def pending(self, fragment: int) -> int:
         return self._rule.average.count
@@ -299,17 +302,29 @@ class _Asynchronous(OuterRule):
 
     def _commit(self, fragment: int) -> Applied | None:
         self._inner.catch_up()  # before anything is taken
-        self._root.group(self.group).copy_(self._rule.take(early=True))  # the last may be fewer than K
-        applied = self._inner.apply(self._root, self._present, 1, self._untouched or (), step=self.version)
+        # The last may be fewer than K, and so may what a stop or a kill has found in the buffer: such versions are more
+        # than a schedule for as many results has steps.
+        per, results = self._rule.config.results_per_step, len(self.done)
+        scheduled = (results - self._rule.average.count) // per if self._scheduled is None else self._scheduled
+        self._root.group(self.group).copy_(self._rule.take(early=True))
+        applied = self._inner.apply(
+            self._root, self._present, 1, self._untouched or (), step=self.version, schedules=scheduled < results // per
+        )
+        self._scheduled = scheduled + (scheduled < results // per and not applied.skipped)
         self._untouched = None
         return replace(applied, changed=tuple(sorted({*applied.changed, *self._buffers.apply()})))
 
     def _rule_state(self) -> dict[str, Any]:
-        return {"asynchronous": self._rule.state_dict(), "inner": self._inner.state_dict()}
+        return {
+            "asynchronous": self._rule.state_dict(), "inner": self._inner.state_dict(), "scheduled": self._scheduled,
+            "results_per_step": self._rule.config.results_per_step,
+        }  # fmt: skip
 
     def _load_rule_state(self, state: Mapping[str, Any]) -> None:
         self._rule.load_state_dict(state["asynchronous"])
         self._inner.load_state_dict(state["inner"])
+        as_before = state.get("results_per_step") == self._rule.config.results_per_step
+        self._scheduled = state["scheduled"] if as_before else None
 
 
 class _Fragmented(OuterRule):
@@ -364,8 +379,8 @@ class _Fragmented(OuterRule):
             return Outcome(verdict=VerdictCode.STALE, reason=f"it began at version {given.version}")
         pseudo_gradient = self._fragments[given.fragment].gather(given.vector.group(self.group))
         return self._rule.offer(
-            given.fragment, pseudo_gradient, samples=given.samples, version=base[given.fragment], sender=given.sender,
-            present=given.workers, vouched=given.vouched,
+            given.fragment, pseudo_gradient, samples=given.samples, path=given.path, version=base[given.fragment],
+            sender=given.sender, present=given.workers, vouched=given.vouched,
         )  # fmt: skip
 
     def _commit(self, fragment: int) -> Applied | None:
@@ -420,8 +435,8 @@ class _Delayed(OuterRule):
     def _offer(self, given: Contribution, staleness: int) -> Outcome:
         pseudo_gradient, workers = given.vector.group(self.group), max(given.workers, self._min_workers)
         outcome = self._rule.offer(
-            pseudo_gradient, samples=given.samples, staleness=staleness, workers=workers, sender=given.sender,
-            present=given.workers, vouched=given.vouched,
+            pseudo_gradient, samples=given.samples, path=given.path, staleness=staleness, workers=workers,
+            sender=given.sender, present=given.workers, vouched=given.vouched,
         )  # fmt: skip
         if outcome.accepted:
             self._norm, self._part = outcome.norm, 1.0 / (self._rule.config.period or workers)

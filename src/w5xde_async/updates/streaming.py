@@ -79,6 +79,7 @@ class StreamingRule:
         *,
         samples: int,
         version: int,
+        path: float | None = None,
         sender: str = "one",
         present: int = 1,
         vouched: float = 0.0,
@@ -87,6 +88,7 @@ class StreamingRule:
         return self._rules[fragment].offer(
             pseudo_gradient,
             samples=samples,
+            path=path,
             staleness=self.versions[fragment] - version,
             sender=sender,
             present=present,

@@ -170,14 +170,14 @@ class SyncRule:
 
     def apply(
         self, root: ResultVector, present: Sequence[bool], samples: int, untouched: Collection[int], *,
-        step: int = 0, sums: Sequence[Tensor] | None = None, rate_factor: float = 1.0,
+        step: int = 0, sums: Sequence[Tensor] | None = None, rate_factor: float = 1.0, schedules: bool = True,
     ) -> Applied:  # fmt: skip
         """Apply one step's sum. ``present`` per result bucket; ``untouched`` entries got no gradient from any leaf.
 
         ``step``: which it is, from 0 on; what is drawn is seeded with it.
         ``sums``: where each bucket's sum lies, where that is not ``root`` for all of them; gradients' are only read.
-        ``rate_factor`` multiplies every group's learning rate in this one optimizer step; the scheduler never sees it.
-        Raises SchedulerFailed.
+        ``rate_factor`` multiplies every group's learning rate in this one optimizer step; the scheduler never sees it,
+        nor a step that does not count in it (``schedules``). Raises SchedulerFailed.
         """
         self.catch_up()
         if self._own_code:
@@ -208,14 +208,14 @@ class SyncRule:
             with random_state(), torch.enable_grad():
                 self._seed_draws(step)
                 with random_state() as seeded:
-                    self._step(rate_factor)
+                    self._step(rate_factor, schedules)
                     self._drew |= has_drawn(self._device) or not seeded.unmoved()
             self._steady += 1
         elif torch.is_grad_enabled():
-            self._step(rate_factor)
+            self._step(rate_factor, schedules)
         else:
             with torch.enable_grad():  # as in a plain loop; optimizers switch it off themselves
-                self._step(rate_factor)
+                self._step(rate_factor, schedules)
         self._forget_gradients()
         changed = [bucket.index for bucket in buckets if self.layout.groups[bucket.group].role == "grad"]
         if self.on_device is not None:
@@ -319,14 +319,14 @@ class SyncRule:
                 group.update({**kept, "params": group["params"]})
             raise
 
-    def _step(self, rate_factor: float) -> None:
+    def _step(self, rate_factor: float, schedules: bool) -> None:
         if rate_factor == 1.0:
             self.optimizer.step()
         else:
             self._step_at(rate_factor)
         if self._is_foreign:
             self._take_back()
-        if self.scheduler is not None:
+        if self.scheduler is not None and schedules:
             try:
                 self._schedule()
             except Exception:

@@ -21,6 +21,7 @@ class Pace:
     min_version: int
     due: list[int]
     samples: list[int]  # computed since each fragment was submitted
+    paths: list[float]  # as ``updates.outer.Contribution`` has them, of these samples
     taken: int = 0
     asked: dict[int, int] = field(default_factory=dict)  # lease of a submission -> fragment
     kept: set[int] = field(default_factory=set)  # fragments whose last submission was refused and stays with it
@@ -40,7 +41,7 @@ class LocalStepSchedule:
         """A worker has come; it begins at ``version`` or later."""
         period = self.inner_steps
         due = [max(1, index * period // self.num_fragments) if index else period for index in range(self.num_fragments)]
-        self._paces[worker] = Pace(version, due, [0] * self.num_fragments)
+        self._paces[worker] = Pace(version, due, [0] * self.num_fragments, [0.0] * self.num_fragments)
 
     def leave(self, worker: str) -> None:
         """A worker has gone."""
@@ -80,16 +81,18 @@ class LocalStepSchedule:
         period = self.inner_steps if self.num_fragments == 1 else self.period(worker)
         pace.due[fragment] = pace.taken + period
 
-    def carried(self, worker: str, samples: int) -> None:
-        """An inner step is computed."""
+    def carried(self, worker: str, samples: int, rate: float) -> None:
+        """An inner step is computed, at this learning rate."""
         pace = self._paces[worker]
         pace.samples = [known + samples for known in pace.samples]
+        pace.paths = [known + samples * rate for known in pace.paths]
 
-    def take_samples(self, worker: str, fragment: int) -> int:
-        """Samples in a fragment's submission."""
+    def take(self, worker: str, fragment: int) -> tuple[int, float]:
+        """Samples in a fragment's submission, and the length of their path."""
         pace = self._paces[worker]
         samples, pace.samples[fragment] = pace.samples[fragment], 0
-        return samples
+        path, pace.paths[fragment] = pace.paths[fragment], 0.0
+        return samples, path
 
     def owes(self, worker: str, fragment: int) -> bool:
         """Whether something was computed that it has not submitted of the fragment."""
@@ -99,8 +102,9 @@ class LocalStepSchedule:
         """Whether the fragment's open round has an answer of this worker, and waits for none of it."""
         return self.quorums[fragment].has(worker)
 
-    def answered(self, worker: str, lease: int, now: float, *, kept: int = 0) -> None:
-        """A submission was judged. ``kept``: samples in it that are in its worker's next one, unless twice in a row."""
+    def answered(self, worker: str, lease: int, now: float, *, kept: int = 0, path: float = 0.0) -> None:
+        """A submission was judged. ``kept``: samples in it that are in its worker's next one, unless twice in a row;
+        ``path``: the length of theirs."""
         pace = self._paces.get(worker)
         fragment = None if pace is None else pace.asked.pop(lease, None)
         if pace is None or fragment is None:
@@ -112,6 +116,7 @@ class LocalStepSchedule:
         if kept and fragment not in pace.kept:
             pace.kept.add(fragment)
             pace.samples[fragment] += kept
+            pace.paths[fragment] += path
         else:
             pace.kept.discard(fragment)
 

@@ -89,6 +89,7 @@ class OuterTraining:
         self._gone: list[str] = []  # and those that have left since the last result: the next one's judge is told
         self._contributors: set[str] = set()
         self._stalenesses: list[int] = []  # of what was judged since the last commit, in versions
+        self._warned_of_unusual = False
         self._unadded = 0  # commits since the bytes of all links were added up
         self._began_at = self._last_commit = clock()
         self._committed = self._followed = len(self.ledger.done)
@@ -237,7 +238,7 @@ class OuterTraining:
         # Where fragments stream its worker keeps what was refused for the next one, unless nothing can come of it.
         finite = outcome is not None and (code is VerdictCode.STALE or math.isfinite(outcome.norm))
         kept = given.samples if self._streams and not accepted and finite else 0
-        self.local_steps.answered(given.worker, given.lease, self.context.clock(), kept=kept)
+        self.local_steps.answered(given.worker, given.lease, self.context.clock(), kept=kept, path=given.path)
         leaves = sum(self.scheduler.plan(step).num_leaves for step in given.steps)
         if not counts and not given_up:
             self._reports.forget(given.steps)
@@ -251,6 +252,8 @@ class OuterTraining:
             self.ledger.places.delivered(given.worker)
         else:
             self.phase.refuse(code, leaves)
+            if outcome is not None and outcome.unusual:
+                self._warn_of_unusual(given, reason)
             if self._on_demand and session is not None:
                 self.publisher.catch_up(session)  # what it has is too old: nobody else would tell it
         self.verdicts.decided(given.lease, code, reason)
@@ -263,6 +266,16 @@ class OuterTraining:
         self.scheduler.judged(given.worker)  # not before: what is leased meanwhile would be of an old version
         self._let_go(given.worker)
         self.scheduler.schedule_after((given.worker,))
+
+    def _warn_of_unusual(self, given: Submission, reason: str) -> None:
+        """Say once that the norm gate refuses results."""
+        if not self._warned_of_unusual:
+            self._warned_of_unusual = True
+            session = self.roster.sessions.get(given.worker)
+            self.phase.warn(
+                f"a result of {given.worker if session is None else session.name} does not count: {reason}. "
+                "leaves_in_vain counts more of them; if workers are honest, raise --norm-gate, or give 0"
+            )
 
     def _most_tries(self, outcome: Outcome) -> int:
         """How often a step's results may be refused. The norm gate learns anew in time; then they may count."""
@@ -510,7 +523,8 @@ class OuterTraining:
             self._count_own_steps(worker, skipped=bool(done.absent) or not finite)
             self.roster.contributions.skip(bool(done.absent) or not finite)
             self.scheduler.computed(grant.step)
-            self.local_steps.carried(worker, self.scheduler.plan(grant.step).num_samples)
+            rate = 1.0 if self._inner_schedule is None else self._inner_schedule.rate(grant.step)
+            self.local_steps.carried(worker, self.scheduler.plan(grant.step).num_samples, rate)
         else:
             self._submitted(session, grant, done, now)
         self._let_go(worker)
@@ -534,11 +548,10 @@ class OuterTraining:
             self.pacing.overtaken(other.worker, 1, now - self.ledger.began_at(other))
             self.revoke(other, "another worker was faster")
             self.roster.await_answer(other.worker)
-        samples = (
-            self.local_steps.take_samples(grant.worker, fragment)
-            if self._local
-            else self.scheduler.plan(steps[0]).num_samples
-        )
+        if self._local:
+            samples, path = self.local_steps.take(grant.worker, fragment)
+        else:
+            samples, path = self.scheduler.plan(steps[0]).num_samples, 0.0
         if not samples:  # it carried nothing
             self.intake.release(parts)
             self.ledger.settle(done.lease, accepted=False)
@@ -547,8 +560,8 @@ class OuterTraining:
             self.verdicts.answered(done.lease, grant.worker, VerdictCode.STALE, "there was nothing in it")
             return
         submission = Submission(
-            lease=done.lease, worker=grant.worker, steps=steps, samples=samples, parts=parts, version=done.version,
-            fragment=fragment, untouched=done.untouched, workers=len(self.roster.sessions),
+            lease=done.lease, worker=grant.worker, steps=steps, samples=samples, path=path, parts=parts,
+            version=done.version, fragment=fragment, untouched=done.untouched, workers=len(self.roster.sessions),
             gone=tuple(self._gone),
         )  # fmt: skip
         self.verdicts.finished(done.lease, grant.worker)

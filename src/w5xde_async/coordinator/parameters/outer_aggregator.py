@@ -28,6 +28,7 @@ class Submission:
     worker: str
     steps: tuple[int, ...]
     samples: int
+    path: float
     parts: Parts
     version: int
     fragment: int
@@ -63,7 +64,7 @@ class OuterAggregator(ParameterOwner):
                 present = self._intake.decode(given.parts, vector)
                 self._decode_s += self._clock() - began
                 contribution = Contribution(
-                    steps=given.steps, counted=counted, samples=given.samples, version=given.version,
+                    steps=given.steps, counted=counted, samples=given.samples, path=given.path, version=given.version,
                     fragment=given.fragment, vector=vector, present=present, untouched=untouched,
                     workers=given.workers, sender=given.worker, vouched=vouched,
                 )  # fmt: skip
