@@ -10,6 +10,7 @@ gradient: it travels once to each worker, and whoever lacks it computes somethin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,7 +34,7 @@ from w5xde_async.plan.sampler import Sampler
 __all__ = ["SHAPES", "Expected", "IntegerEngine", "Shape", "expected_run", "explain_difference", "job_of"]
 
 _WIDTH = 48
-_OVERFLOWS_ABOVE = 2.0**14
+_OVERFLOWS_ABOVE = 2.0**10
 _NAMES = ("applied", "weights", "rare")
 
 _Part = tuple[np.ndarray, np.ndarray, np.ndarray | None]
@@ -241,7 +242,7 @@ def expected_run(shape: Shape, bucket_bytes: int) -> Expected:
     scheduler = _schedule(optimizer) if shape.schedule else None
     layout = Layout.of(model, bucket_bytes=bucket_bytes)
     named = dict(model.named_parameters())
-    scale = 65536.0 if shape.precision == "fp16" else 1.0
+    scale = 65536.0 / 2 ** math.ceil(math.log2(shape.batch)) if shape.precision == "fp16" else 1.0
 
     def state() -> tuple[Tensor, ...]:
         return tuple(named[entry.name].detach().clone() for entry in layout.entries)

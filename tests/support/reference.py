@@ -6,6 +6,7 @@ layout: leaf gradients by ``backward``, their sum by recursion over the tree, th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -81,7 +82,9 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
         for name, b in buffers.items()
     }  # where forward may put another tensor
     parameters = dict(model.named_parameters())
-    scale, losses = 65536.0 if job.precision == "fp16" else 1.0, []
+    scale, losses = 1.0, []
+    if job.precision == "fp16":  # of the mean, as a plain loop's, where losses are summed
+        scale = 65536.0 / 2 ** math.ceil(math.log2(job.batch_size))
     random_data, dataset = _draws(job), job.dataset
     if job.streamed:  # its indices are places in all epochs, one behind the other
         dataset = in_order(job, 1)

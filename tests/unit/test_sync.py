@@ -275,18 +275,25 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float, clip: floa
 
 def test_fp16_scales_backs_off_and_grows() -> None:
     bench, twin = Bench(precision="fp16"), Bench()
-    assert (bench.rule.loss_scale, twin.rule.loss_scale) == (65536.0, 1.0)
-    scaled = {name: value * 65536 for name, value in gradients(0).items()}
+    first = LossScale.of_sums(job().batch_size).value
+    assert (bench.rule.loss_scale, twin.rule.loss_scale) == (first, 1.0)
+    scaled = {name: value * first for name, value in gradients(0).items()}
     assert not bench.apply(scaled).skipped
     twin.apply(gradients(0))
     assert bench.state.digest() == twin.state.digest()  # a power of two costs no bit
     assert bench.apply({name: value * math.inf for name, value in scaled.items()}).skipped
-    assert (bench.rule.loss_scale, bench.state.digest()) == (32768.0, twin.state.digest())
+    assert (bench.rule.loss_scale, bench.state.digest()) == (first / 2, twin.state.digest())
     assert bench.rule.scale is not None
     bench.rule.scale.growth_interval = 2
     for _ in range(2):
         bench.apply({name: value / 2 for name, value in scaled.items()})
-    assert bench.rule.loss_scale == 65536.0
+    assert bench.rule.loss_scale == first
+
+
+def test_the_first_scale_is_a_plain_loops_of_the_mean() -> None:
+    """A loss of so many samples is their sum: scaled as a mean is, it overflows no sooner."""
+    found = [(count, LossScale.of_sums(count).value * count) for count in (1, 2, 3, 64, 100, 256)]
+    assert found == [(1, 65536), (2, 65536), (3, 49152), (64, 65536), (100, 51200), (256, 65536)]
 
 
 def test_the_scale_stays_within_bounds() -> None:

@@ -57,6 +57,12 @@ class LossScale:
     growth_interval: int = 2000
     good_steps: int = 0
 
+    @classmethod
+    def of_sums(cls, samples: int) -> LossScale:
+        """For a loss that is a sum over so many samples: with it, their mean is scaled by 65536 at most, as in a plain
+        loop (``torch.amp.GradScaler``). What is beyond that overflows in the first steps, which are skipped."""
+        return cls(65536.0 / (1 << (samples - 1).bit_length()))
+
     def update(self, *, finite: bool) -> None:
         if not finite:
             self.value = max(self.value / 2, 2.0**-24)
@@ -146,7 +152,8 @@ class SyncRule:
             scheduler = _scheduler(job, optimizer)
         return cls(
             list(state_of(model, layout)), layout, state, optimizer, scheduler=scheduler,
-            clip=job.gradient_clip_val, scale=LossScale() if job.precision == "fp16" else None, on_device=on_device,
+            clip=job.gradient_clip_val, on_device=on_device,
+            scale=LossScale.of_sums(job.batch_size) if job.precision == "fp16" else None,
             seed=job.seed,
         )  # fmt: skip
 

@@ -286,7 +286,7 @@ def _restore(spec: RunSpec, strategy: Strategy, record: Record, directory: RunDi
     try:
         rule.load_state_dict(unpack_state(record.meta["rule"], record.groups["rule"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointMismatch(where, f"its optimizer state does not fit the job's ({error}); {fresh}") from error
+        raise CheckpointMismatch(where, f"the state of its update rule does not fit ({error}); {fresh}") from error
     for name, value in _hyperparameters(rule.optimizer, rule.scheduler).items():
         # What a scheduler moves differs after some steps; what else differs was changed in the job, to no effect.
         moved = rule.scheduler is not None and name.rpartition(" ")[2] in ("lr", "momentum", "betas")
