@@ -856,6 +856,56 @@ def test_how_a_batch_is_read() -> None:
     assert step(doubled, masked) == F.mse_loss(2 * x, masked["labels"])  # it takes none
 
 
+@pytest.mark.parametrize("name", ["labels", "label", "targets", "target", "y"])
+def test_the_target_beside_input_ids_has_any_of_its_names(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Taken for one more input, or for nothing, it left the model to copy its input without a word."""
+    words = torch.arange(6).reshape(2, 3)
+    scores = nn.Embedding(8, 8)
+    expected = F.cross_entropy(scores(words).flatten(0, 1), (words + 1).flatten())
+    assert BatchLoss(class_loss)(scores, {"input_ids": words, name: words + 1}) == expected
+    assert not caplog.records
+
+
+class Typed(nn.Module):
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None, weights: Any = 1.0) -> Tensor:
+        return input_ids * weights if token_type_ids is None else input_ids + token_type_ids * weights
+
+
+class Wrapped(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return Typed()(*args, **kwargs)
+
+
+class Swapped(nn.Module):
+    def forward(self, token_type_ids: Tensor, input_ids: Tensor, weights: Any) -> Tensor:
+        return input_ids + token_type_ids * weights
+
+
+class Unnamed(nn.Module):
+    def forward(self, x: Tensor, *, token_type_ids: Tensor, weights: Any) -> Tensor:
+        return x + token_type_ids * weights
+
+
+@pytest.mark.parametrize("kind", [Typed, Wrapped, Swapped, Unnamed])
+def test_a_model_is_given_what_its_forward_takes_beside_input_ids(
+    kind: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    x, types = torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [1.0]])
+    batch = {"token_type_ids": types, "input_ids": x, "weights": 3.0, "labels": x + 3.0 * types}
+    assert BatchLoss(F.mse_loss)(kind(), batch) == 0
+    assert not caplog.records
+
+
+def test_what_a_forward_does_not_take_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.tensor([[1.0], [2.0]])
+    step, batch = BatchLoss(F.mse_loss), {"x": 0, "input_ids": x, "labels": x, "special": x, "ids": [1, 2]}
+    for _ in range(2):
+        assert step(Unnamed(), batch | {"token_type_ids": 0 * x, "weights": 1.0}) == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "beside input_ids the batches have x, special, ids, which the model's forward does not take: they are left out"
+    ]
+
+
 def test_an_output_of_several_parts_needs_a_criterion() -> None:
     with pytest.raises(TypeError, match=r"the model gave .*tuple.*: give criterion="):
         class_loss((torch.ones(2, 2), torch.ones(())), torch.zeros(2, dtype=torch.int64))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,35 +18,35 @@ logger = logging.getLogger(__name__)
 Criterion = Callable[[Any, Any], Tensor]
 #: What the target is called in a sample of two parts, whatever the other is called.
 _TARGETS = ("labels", "label", "targets", "target", "y")
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class BatchLoss:
     """``(model, batch) -> loss``: ``criterion(model(input_ids), labels)``, labels defaulting to the input.
 
-    ``attention_mask`` is passed on to models whose forward takes it. Of two parts without ``input_ids``, ``{"x", "y"}``
-    or ``{"image", "label"}``, the model gets the one that is no target. Other batches, such as tuples ``(x, y)``, are
-    read as a Job's are.
+    Labels may have any of the target's names. Whatever else the batch has is passed on by its name to models whose
+    forward takes it, such as ``attention_mask``; what it does not take is warned of, once. Of two parts without
+    ``input_ids``, ``{"x", "y"}`` or ``{"image", "label"}``, the model gets the one that is no target. Other batches,
+    such as tuples ``(x, y)``, are read as a Job's are.
     """
 
     def __init__(self, criterion: Criterion) -> None:
         self._criterion = criterion
-        self._masked: dict[type, bool] = {}
-        self._told = False
+        self._signatures: dict[type, Mapping[str, inspect.Parameter]] = {}
+        self._told: set[str] = set()
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         if not isinstance(batch, dict) or "input_ids" not in batch:
             return loss_of(model, _readable(_pair(batch)), self._mean)
-        inputs, target = batch["input_ids"], batch.get("labels")
-        mask = batch.get("attention_mask")
-        output = model(inputs, attention_mask=mask) if mask is not None and self._takes_mask(model) else model(inputs)
-        output = logits_of(output)
-        if target is None and not self._told:
-            self._told = True
-            logger.warning(
+        target = _target_of(batch)
+        inputs, named = self._arguments(model, {name: value for name, value in batch.items() if name != target})
+        output = logits_of(model(*inputs, **named))
+        if target is None:
+            self._tell(
                 "the batches have no labels: input_ids are the target, and the model learns to repeat its input; give "
                 "labels (of a language model: input_ids shifted by one)"
             )
-        return self._mean(output, inputs.long() if target is None else target)
+        return self._mean(output, batch["input_ids"].long() if target is None else batch[target])
 
     def _mean(self, output: Any, target: Any) -> Tensor:
         loss = self._criterion(output, target)
@@ -54,18 +54,39 @@ class BatchLoss:
             raise TypeError(f"the criterion gave {described(loss)}, not the mean loss: a tensor with one element")
         return loss
 
-    def _takes_mask(self, model: nn.Module) -> bool:
+    def _arguments(self, model: nn.Module, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """What ``forward`` takes of ``given``: ``input_ids`` first, whatever it is called there, and others by name."""
         kind = type(model)
-        if kind not in self._masked:
-            self._masked[kind] = "attention_mask" in inspect.signature(model.forward).parameters
-        return self._masked[kind]
+        if kind not in self._signatures:
+            self._signatures[kind] = inspect.signature(model.forward).parameters
+        takes = self._signatures[kind]
+        named, first = {name for name, taken in takes.items() if taken.kind in _BY_NAME}, next(iter(takes), None)
+        unnamed = [] if "input_ids" in named and first != "input_ids" else [given.pop("input_ids")]
+        if unnamed:  # it stands in the first one's place
+            named -= {first}
+        rest = [] if any(taken.kind is taken.VAR_KEYWORD for taken in takes.values()) else given.keys() - named
+        if left := [name for name in given if name in rest]:
+            self._tell(
+                f"beside input_ids the batches have {', '.join(left)}, which the model's forward does not take: "
+                f"{'they are' if len(left) > 1 else 'it is'} left out"
+            )
+        return unnamed, {name: value for name, value in given.items() if name not in rest}
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning("%s", text)
+
+
+def _target_of(batch: dict[str, Any]) -> str | None:
+    return next((name for name in _TARGETS if name in batch), None)
 
 
 def _pair(batch: Any) -> Any:
     """``(inputs, target)`` for a dict of these two; any other batch as it is."""
     if not isinstance(batch, dict) or len(batch) != 2:
         return batch
-    target = next((name for name in _TARGETS if name in batch), None)
+    target = _target_of(batch)
     return batch if target is None else (*(value for name, value in batch.items() if name != target), batch[target])
 
 

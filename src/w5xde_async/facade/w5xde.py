@@ -86,7 +86,8 @@ class CentralServer:
 
     model                the module, trained in place; or a class or function that makes one
     dataset              map-style; samples are dicts with ``input_ids`` (and ``labels``, else ``input_ids`` are the
-                         target), dicts such as ``{"x", "y"}`` and ``{"image", "label"}``, or tuples ``(x, y)``
+                         target; and what else the model's forward takes by name), dicts such as ``{"x", "y"}`` and
+                         ``{"image", "label"}``, or tuples ``(x, y)``
     batch_size           samples of one step
     ip, port             where to listen; port 0 picks a free one
     checkpoint_dir       the run's directory (None: nothing is kept). Each start trains anew: what an earlier run left
