@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 
+from w5xde_async.data.microbatches import of_whole_microbatches
 from w5xde_async.errors import JobError
 from w5xde_async.job import Job, Precision, first_samples
 from w5xde_async.randomness import random_state
@@ -43,16 +44,22 @@ def job_of(trainer: Trainer) -> Job:
     loader = asked.get_train_dataloader()
     collate = loader.collate_fn
     batch_size = args.train_batch_size * args.gradient_accumulation_steps
-    a_step, steps = math.floor if args.dataloader_drop_last else math.ceil, args.max_steps
+    dataset, drop_last = loader.dataset, False
+    if args.dataloader_drop_last:
+        dataset, drop_last = of_whole_microbatches(
+            dataset, args.train_batch_size, batch_size, option="dataloader_drop_last"
+        )
+    steps = args.max_steps
     if steps <= 0:  # a Trainer without them knows how many samples there are
-        steps = math.ceil(args.num_train_epochs * a_step(len(loader.dataset) / batch_size))
+        of_an_epoch = (math.floor if drop_last else math.ceil)(len(dataset) / batch_size)
+        steps = math.ceil(args.num_train_epochs * of_an_epoch)
     streamed = isinstance(loader.dataset, IterableDataset)
     if args.activation_checkpointing:
         trainer.model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
     evaluates = args.eval_strategy != "no"
     job = Job(
         model=trainer.model.cpu(),
-        dataset=loader.dataset,
+        dataset=dataset,
         collate=collate,
         optimizer=lambda model: _made(trainer, model=model).create_optimizer(),
         scheduler=lambda optimizer: _made(trainer).create_scheduler(steps, optimizer),
@@ -64,7 +71,7 @@ def job_of(trainer: Trainer) -> Job:
         precision=_precision(args),
         seed=args.seed,
         shuffle=args.train_sampling_strategy != "sequential" and not streamed,
-        drop_last=args.dataloader_drop_last,
+        drop_last=drop_last,
         evaluate=_evaluate(asked) if evaluates else None,
         evaluate_every=_every(args.eval_steps, steps) if args.eval_strategy == "steps" else None,
         keep_best=_best(args) if evaluates else None,
@@ -114,6 +121,12 @@ def _left(trainer: Trainer, job: Job) -> list[str]:
         )
     elif args.train_sampling_strategy not in ("random", "sequential") and not job.streamed:
         left.append(f"train_sampling_strategy {args.train_sampling_strategy}: samples come in random order")
+    given = trainer.train_dataset
+    if job.shuffle and job.num_samples and (cut := len(given) - job.num_samples):
+        left.append(
+            f"the samples that dataloader_drop_last drops: of {len(given)} samples no epoch has the last {cut}, and in "
+            f"the Trainer each epoch leaves out {cut} others"
+        )
     if args.load_best_model_at_end:
         left.append("load_best_model_at_end: the best weights are in best.safetensors of the run directory")
     if args.torch_compile:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from w5xde_async.data.microbatches import of_whole_microbatches
 from w5xde_async.errors import JobError
 from w5xde_async.job import Job, Precision
 
@@ -66,12 +67,15 @@ def job_of(
             held_out = data.val_dataloader()
     _refuse_loader(loader)
     batch_size = loader.batch_size * trainer.accumulate_grad_batches
-    samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+    dataset, drop_last = loader.dataset, False
+    if loader.drop_last:
+        dataset, drop_last = of_whole_microbatches(dataset, loader.batch_size, batch_size, option="drop_last")
+    samples = len(dataset) if hasattr(dataset, "__len__") else None
     evaluates = bool(held_out is not None and trainer.limit_val_batches and _own(model, "validation_step"))
     if samples is None:
         _refuse_epochs(trainer, evaluates)
-    a_step = math.floor if loader.drop_last else math.ceil
-    epoch_steps = None if samples is None else max(1, a_step(samples / batch_size))
+    a_step = math.floor if drop_last else math.ceil
+    epoch_steps = None if samples is None else a_step(samples / batch_size)
     ends = [epoch_steps * trainer.max_epochs] if epoch_steps and (trainer.max_epochs or -1) > 0 else []
     ends += [trainer.max_steps] if trainer.max_steps > 0 else []
     asked.estimated_stepping_batches = min(ends, default=math.inf)
@@ -86,7 +90,7 @@ def job_of(
         _, schedule = _configured(model, epoch_steps)
     job = Job(
         model=model.cpu(),
-        dataset=loader.dataset,
+        dataset=dataset,
         collate=loader.collate_fn,
         optimizer=optimizer,
         scheduler=None if schedule is None else lambda optimizer: vars(optimizer).pop("schedule"),
@@ -98,14 +102,12 @@ def job_of(
         precision=_PRECISIONS[trainer.precision],
         seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),  # as seed_everything leaves it
         shuffle=isinstance(loader.sampler, RandomSampler),  # no stream has one
-        drop_last=loader.drop_last,
+        drop_last=drop_last,
         evaluate=_evaluate(trainer, held_out) if evaluates else None,
-        evaluate_every=_every(trainer, math.ceil((samples or 0) / loader.batch_size), epoch_steps)
-        if evaluates
-        else None,
+        evaluate_every=_every(trainer, len(loader) if samples else 0, epoch_steps) if evaluates else None,
         keep_best=_best(trainer) if evaluates else None,
     )
-    if left := _left(trainer, model, job):
+    if left := _left(trainer, model, loader, job):
         warnings.warn(f"of Lightning not taken over: {'; '.join(left)}", stacklevel=2)
     return job
 
@@ -166,9 +168,22 @@ def _refuse_epochs(trainer: Any, evaluates: bool) -> None:
     _need(isinstance(every, int) or not evaluates, "Trainer", f"val_check_interval is {every}, {unseen}", hint)
 
 
-def _left(trainer: Any, model: Any, job: Job) -> list[str]:
+def _left(trainer: Any, model: Any, loader: Any, job: Job) -> list[str]:
     """What the job leaves out that somebody may have counted on."""
     left = [f"{name} of {type(model).__name__}: called by nobody" for name in _TELLING if _own(model, name)]
+    if job.shuffle and job.num_samples and (cut := len(loader.dataset) - job.num_samples):
+        left.append(
+            f"the samples that drop_last drops: of {len(loader.dataset)} samples no epoch has the last {cut}, and in "
+            f"Lightning each epoch leaves out {cut} others"
+        )
+    rest = 0 if job.drop_last else (job.num_samples or 0) % job.batch_size
+    if rest and trainer.accumulate_grad_batches > 1:
+        batches = math.ceil(rest / loader.batch_size)
+        left.append(
+            f"the weight of an epoch's last step: Lightning adds the gradients of its {batches} batches and divides "
+            f"them by accumulate_grad_batches={trainer.accumulate_grad_batches}; here its gradient is the mean over "
+            f"its {rest} samples"
+        )
     if job.num_samples is None:
         left.append(
             "the ends of epochs: the stream has no len(), and a step may hold the end of one epoch and the beginning "

@@ -104,6 +104,38 @@ def test_an_own_loss_and_optimizer_are_taken_over(tmp_path: Path) -> None:
     same(job_of(made(tmp_path, Doubled, **given)), made(tmp_path, Doubled, **given))
 
 
+@pytest.mark.parametrize("count", [15, 18, 26, 30, 32])
+def test_the_last_batch_is_dropped_and_what_was_accumulated_before_it_is_a_step(count: int, tmp_path: Path) -> None:
+    arguments = {
+        "dataloader_drop_last": True, "gradient_accumulation_steps": 3, "max_steps": -1, "num_train_epochs": 2.0,
+        "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.5,
+    }  # fmt: skip
+    given = {"train_dataset": samples(count), "arguments": arguments}
+    job, trained = job_of(made(tmp_path, **given)), made(tmp_path, **given)
+    same(job, trained)
+    assert job.max_steps == trained.state.global_step == 2 * -(-(count // 4) // 3)
+
+
+def test_of_samples_in_random_order_it_is_said_which_are_dropped(tmp_path: Path) -> None:
+    arguments = {"dataloader_drop_last": True, "gradient_accumulation_steps": 3, "train_sampling_strategy": "random"}
+    with pytest.warns(UserWarning, match="of 30 samples no epoch has the last 2, and in the Trainer"):
+        job_of(made(tmp_path, arguments=arguments, train_dataset=samples(30)))
+    for count in (24, 25, 28):  # of 25 another one is left out in each epoch, as in the Trainer
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            job = job_of(made(tmp_path, arguments=arguments, train_dataset=samples(count)))
+        assert (job.num_samples, job.drop_last) == (count, count == 25)
+
+
+def test_where_dropping_leaves_nothing_or_would_cut_a_stream_it_is_refused(tmp_path: Path) -> None:
+    arguments = {"dataloader_drop_last": True, "gradient_accumulation_steps": 3}
+    with pytest.raises(JobError, match="dataloader_drop_last leaves nothing to train on: 3 samples, 4 a batch"):
+        job_of(made(tmp_path, arguments=arguments, train_dataset=samples(3)))
+    arguments["per_device_train_batch_size"] = 6
+    with pytest.raises(JobError, match=r"the last 4 samples of an epoch.*make it a stream of 36 samples"):
+        job_of(made(tmp_path, arguments=arguments | {"gradient_accumulation_steps": 4}, train_dataset=_Counted()))
+
+
 class _Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(samples(40))

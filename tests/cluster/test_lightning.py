@@ -13,6 +13,7 @@ import torch
 from tests.support import reference
 from tests.support.cluster import QUICK_WORKER, settings, train
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from w5xde_async.coordinator.service import Coordinator
@@ -149,6 +150,79 @@ def test_it_comes_to_the_parameters_of_fit_itself(pl: Any, optimizers: Any, give
     for (name, value), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
     assert job.max_steps == theirs.trainer.global_step
+
+
+def in_proportion(model: Any) -> Any:
+    """Steps as long as their gradients, all of one length: the weight of an epoch's last step is not seen."""
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+@pytest.mark.parametrize("count", [9, 13, 22, 30, 46, 48])
+def test_the_last_batch_is_dropped_and_what_was_accumulated_before_it_is_a_step(pl: Any, count: int) -> None:
+    points = TensorDataset(*DATA[:count])
+    given = {"gradient_clip_val": 1e-3, "max_epochs": 2}  # which every gradient is clipped to
+    ours, theirs = module(pl, in_proportion), module(pl, in_proportion)
+    job = job_of(trainer(pl, **given), ours, loader(dataset=points, drop_last=True))
+    reference.train(job)
+    trainer(pl, **given).fit(theirs, loader(dataset=points, drop_last=True))
+    assert job.max_steps == theirs.trainer.global_step == 2 * -(-(count // 4) // 3)
+    for (name, value), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_steps_are_counted_as_lightning_counts_them(pl: Any) -> None:
+    """By ``configure_optimizers``, and by validation within an epoch."""
+    seen: list[float] = []
+
+    def asks(model: Any) -> Any:
+        seen.append(model.trainer.estimated_stepping_batches)
+        return in_proportion(model)
+
+    points, given = TensorDataset(*DATA[:30]), {"accumulate_grad_batches": 2, "val_check_interval": 0.6}
+    job = job_of(trainer(pl, **given), module(pl, asks), loader(dataset=points, drop_last=True), loader())
+    evaluated: list[int] = []
+
+    def at(model: Any) -> None:
+        evaluated.append(model.trainer.global_step)
+
+    fitted = trainer(pl, num_sanity_val_steps=0, **given)
+    fitted.fit(module(pl, asks, on_validation_start=at), loader(dataset=points, drop_last=True), loader())
+    assert set(seen) == {12}
+    assert job.evaluate_every == evaluated[0] == 2
+
+
+def test_of_samples_in_random_order_it_is_said_which_are_dropped(pl: Any) -> None:
+    points = TensorDataset(*DATA[:30])
+    with pytest.warns(UserWarning, match="of 30 samples no epoch has the last 2, and in Lightning"):
+        job_of(trainer(pl), module(pl), loader(dataset=points, drop_last=True, shuffle=True))
+    with pytest.raises(JobError, match="drop_last leaves nothing to train on: 3 samples, 4 a batch"):
+        job_of(trainer(pl), module(pl), loader(dataset=TensorDataset(*DATA[:3]), drop_last=True))
+
+
+@pytest.mark.parametrize(("count", "batches"), [(30, 2), (40, 1), (46, 3)])
+def test_that_the_last_step_of_an_epoch_weighs_otherwise_is_said(pl: Any, count: int, batches: int) -> None:
+    """Lightning counts batches that are not there, and short ones, as whole ones."""
+    points = TensorDataset(*DATA[:count])
+    given, ours, theirs = {"gradient_clip_val": None, "max_epochs": 1}, module(pl), module(pl)
+    with pytest.warns(UserWarning, match=rf"of its {batches} batches and divides them by accumulate_grad_batches=3"):
+        job = job_of(trainer(pl, **given), ours, loader(dataset=points))
+    assert job.max_steps is not None
+    gradients: list[Tensor] = []
+
+    def kept(optimizer: Any, *_: Any) -> None:
+        gradients.append(torch.cat([p.grad.flatten() for p in optimizer.param_groups[0]["params"]]))
+
+    hooked = register_optimizer_step_post_hook(kept)
+    reference.train(job)
+    trainer(pl, **given).fit(theirs, loader(dataset=points))
+    hooked.remove()
+    mine, lightnings = gradients[: job.max_steps], gradients[job.max_steps :]
+    assert len(mine) == len(lightnings)
+    torch.testing.assert_close(mine[:-1], lightnings[:-1], rtol=1e-4, atol=1e-6)
+    if count % 4 == 0:
+        torch.testing.assert_close(batches * mine[-1], 3 * lightnings[-1], rtol=1e-3, atol=1e-6)
+    else:
+        assert not torch.allclose(mine[-1], lightnings[-1], rtol=1e-2)
 
 
 class Stream(IterableDataset[Any]):
