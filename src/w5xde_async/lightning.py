@@ -316,7 +316,10 @@ def _step(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
 
 
 def _evaluate(trainer: Any, held_out: Any) -> Callable[[nn.Module], dict[str, float]]:
-    """``trainer.validate`` of another model, by a Trainer that shows and writes nothing."""
+    """``trainer.validate`` of another model, by a Trainer that shows and writes nothing: what its callbacks would see.
+
+    That is more than ``validate`` returns, which leaves out what is not for loggers, by name or altogether.
+    """
     says = logging.getLogger(type(trainer).__module__.partition(".trainer")[0])
     level = says.level
     says.setLevel(logging.WARNING)  # the devices it will not use
@@ -330,9 +333,8 @@ def _evaluate(trainer: Any, held_out: Any) -> Callable[[nn.Module], dict[str, fl
         says.setLevel(level)
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        return {
-            name: value for found in quiet.validate(model, held_out, verbose=False) for name, value in found.items()
-        }
+        quiet.validate(model, held_out, verbose=False)
+        return {name: float(value) for name, value in quiet.callback_metrics.items()}
 
     return evaluate
 

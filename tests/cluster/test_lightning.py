@@ -270,6 +270,26 @@ def test_evaluation_gives_what_validate_logs(pl: Any, capfd: pytest.CaptureFixtu
     assert found.keys() == {"val_hits", "val_loss"}
 
 
+@pytest.mark.parametrize(
+    "how", [{"logger": False}, {"on_step": True, "on_epoch": True}, {"prog_bar": True}], ids=str
+)
+def test_the_best_goes_by_what_a_checkpoint_of_lightning_goes_by(pl: Any, how: dict[str, Any], tmp_path: Path) -> None:
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), **how)
+
+    def given() -> Any:
+        kept = pl.callbacks.ModelCheckpoint(monitor="val_loss", dirpath=tmp_path)
+        return trainer(pl, max_epochs=1, callbacks=[kept], enable_checkpointing=True)
+
+    job = job_of(given(), module(pl, validation_step=validation_step), data(pl))
+    trained, _ = reference.train(job)
+    fitted = given()
+    fitted.fit(module(pl, validation_step=validation_step), data(pl))
+    assert (job.evaluate is not None, job.keep_best) == (True, "min:val_loss")
+    found = job.evaluate(trained)["val_loss"]  # type: ignore[misc]
+    assert found == pytest.approx(float(fitted.checkpoint_callback.best_model_score), rel=1e-5)
+
+
 def test_a_metric_tells_of_its_own_microbatch(pl: Any) -> None:
     """Workers live as long as the run: a metric that went on would mix old leaves in, and grow."""
     job = job_of(trainer(pl), module(pl), data(pl))
