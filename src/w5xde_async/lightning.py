@@ -104,8 +104,8 @@ def job_of(
         shuffle=isinstance(loader.sampler, RandomSampler),  # no stream has one
         drop_last=drop_last,
         evaluate=_evaluate(trainer, held_out) if evaluates else None,
-        evaluate_every=_every(trainer, len(loader) if samples else 0, epoch_steps) if evaluates else None,
-        keep_best=_best(trainer) if evaluates else None,
+        evaluate_every=_every(trainer, loader, epoch_steps) if evaluates else None,
+        keep_best=next(iter(_bests(trainer)), None) if evaluates else None,
     )
     if left := _left(trainer, model, loader, job):
         warnings.warn(f"of Lightning not taken over: {'; '.join(left)}", stacklevel=2)
@@ -189,6 +189,15 @@ def _left(trainer: Any, model: Any, loader: Any, job: Job) -> list[str]:
             "the ends of epochs: the stream has no len(), and a step may hold the end of one epoch and the beginning "
             "of the next"
         )
+    between = _batches_between(trainer, loader) if job.evaluate else 0
+    if between % trainer.accumulate_grad_batches:
+        left.append(
+            f"a val_check_interval of {between} batches, which are no whole number of steps: evaluated is every "
+            f"{job.evaluate_every} steps of {trainer.accumulate_grad_batches} batches"
+        )
+    if others := [one.partition(":")[2] for one in _bests(trainer) if one != job.keep_best]:
+        why = "a run keeps the best of one metric" if job.evaluate else "there is no validation to go by"
+        left.append(f"a ModelCheckpoint of {', '.join(others)}: {why}")
     if trainer.accumulate_grad_batches == 1:
         left.append(
             "several devices: with accumulate_grad_batches=1 a step is one microbatch, which one worker computes while "
@@ -308,7 +317,8 @@ def _step(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
     model.log, model.log_dict = log, log_dict
     try:
         with _attached(_Absent(), model):
-            indexed = len(inspect.signature(model.training_step).parameters) > 1
+            takes = inspect.signature(model.training_step).parameters
+            indexed = len(takes) > 1 or any(one.kind is one.VAR_POSITIONAL for one in takes.values())
             found = model.training_step(batch, None) if indexed else model.training_step(batch)
     finally:
         del model.log, model.log_dict
@@ -339,18 +349,22 @@ def _evaluate(trainer: Any, held_out: Any) -> Callable[[nn.Module], dict[str, fl
     return evaluate
 
 
-def _every(trainer: Any, epoch_batches: int, epoch_steps: int | None) -> int | None:
+def _every(trainer: Any, loader: Any, epoch_steps: int | None) -> int | None:
     """Steps between evaluations, where that is not once an epoch."""
-    between, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
-    accumulated: int = trainer.accumulate_grad_batches
-    if isinstance(between, int):
-        return max(1, between // accumulated)
-    if isinstance(between, float) and between < 1.0:
-        return max(1, int(epoch_batches * between) // accumulated)
+    epochs = trainer.check_val_every_n_epoch
+    if between := _batches_between(trainer, loader):
+        return max(1, between // int(trainer.accumulate_grad_batches))
     return epoch_steps * int(epochs) if epoch_steps and (epochs or 1) > 1 else None
 
 
-def _best(trainer: Any) -> str | None:
-    """``Job.keep_best`` of a ModelCheckpoint that monitors something."""
-    monitors = [f"{one.mode}:{one.monitor}" for one in trainer.checkpoint_callbacks if getattr(one, "monitor", None)]
-    return monitors[0] if monitors else None
+def _batches_between(trainer: Any, loader: Any) -> int:
+    """Batches between evaluations within an epoch; 0 where there are none."""
+    between = trainer.val_check_interval
+    if isinstance(between, int):
+        return between
+    return max(1, int(len(loader) * between)) if isinstance(between, float) and between < 1.0 else 0
+
+
+def _bests(trainer: Any) -> list[str]:
+    """``Job.keep_best`` of each ModelCheckpoint that monitors something."""
+    return [f"{one.mode}:{one.monitor}" for one in trainer.checkpoint_callbacks if getattr(one, "monitor", None)]

@@ -270,9 +270,7 @@ def test_evaluation_gives_what_validate_logs(pl: Any, capfd: pytest.CaptureFixtu
     assert found.keys() == {"val_hits", "val_loss"}
 
 
-@pytest.mark.parametrize(
-    "how", [{"logger": False}, {"on_step": True, "on_epoch": True}, {"prog_bar": True}], ids=str
-)
+@pytest.mark.parametrize("how", [{"logger": False}, {"on_step": True, "on_epoch": True}, {"prog_bar": True}], ids=str)
 def test_the_best_goes_by_what_a_checkpoint_of_lightning_goes_by(pl: Any, how: dict[str, Any], tmp_path: Path) -> None:
     def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), **how)
@@ -396,6 +394,47 @@ async def test_what_no_worker_knows_is_named(pl: Any) -> None:
     job = job_of(trainer(pl), module(pl, training_step=training_step), loader())
     with pytest.raises(Exception, match=r"asks for trainer\.current_epoch, which no worker knows"):
         await train(lambda: job)
+
+
+@pytest.mark.parametrize("how", [lambda self, *args: args, lambda self, batch, *rest: (batch, *rest)])
+def test_a_training_step_of_any_arguments_is_given_what_lightning_gives_it(pl: Any, how: Any) -> None:
+    seen: list[Any] = []
+
+    def training_step(self: Any, *args: Any) -> Tensor:
+        found = how(self, *args)
+        seen.append(len(found))
+        return nn.functional.cross_entropy(self(found[0][0]), found[0][1])
+
+    job = job_of(trainer(pl), module(pl, training_step=training_step), loader())
+    assert job.step is not None
+    job.step(job.model, DATA[:4])  # type: ignore[arg-type]
+    trainer(pl, max_steps=1).fit(module(pl, training_step=training_step), loader())
+    assert set(seen) == {2}
+
+
+def test_a_best_that_nothing_tells_of_is_said(pl: Any, tmp_path: Path) -> None:
+    def given(*monitors: str) -> Any:
+        kept = [pl.callbacks.ModelCheckpoint(monitor=one, dirpath=tmp_path) for one in monitors]
+        return trainer(pl, callbacks=kept, enable_checkpointing=True)
+
+    with pytest.warns(UserWarning, match="ModelCheckpoint of train_loss: there is no validation") as said:
+        job = job_of(given("train_loss"), module(pl), loader())
+    assert (len(said), job.keep_best) == (1, None)
+    with pytest.warns(UserWarning, match="ModelCheckpoint of val_hits: a run keeps the best of one metric"):
+        job = job_of(given("val_loss", "val_hits"), module(pl), data(pl))
+    assert job.keep_best == "min:val_loss"
+
+
+@pytest.mark.parametrize(("interval", "steps", "said"), [(7, 2, True), (0.6, 2, True), (6, 2, False), (0.5, 2, False)])
+def test_an_interval_of_batches_that_are_no_whole_steps_is_said(
+    pl: Any, interval: float, steps: int, said: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        job = job_of(trainer(pl, val_check_interval=interval), module(pl), data(pl))
+    assert job.evaluate_every == steps
+    found = [str(one.message) for one in told if "val_check_interval of 7 batches" in str(one.message)]
+    assert bool(found) == said
 
 
 def test_what_is_left_out_is_said_once(pl: Any) -> None:
