@@ -20,8 +20,8 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 
 from w5xde_async.data.microbatches import of_whole_microbatches
 from w5xde_async.errors import JobError
-from w5xde_async.job import Job, Precision, first_samples
-from w5xde_async.randomness import random_state
+from w5xde_async.job import Job, Precision, first_samples, step_function
+from w5xde_async.randomness import random_state, seed_all
 
 #: What an evaluation tells of itself, not of the model.
 _OF_THE_RUN = ("_runtime", "_per_second", "_preparation_time")
@@ -137,6 +137,13 @@ def _left(trainer: Trainer, job: Job) -> list[str]:
             "the mean over all tokens of a step: samples here have labels on different numbers of tokens, and each "
             "microbatch counts by its samples, so that tokens of short samples weigh more"
         )
+    if not math.isclose(ratio := _gradient_ratio(trainer, job), 1.0, rel_tol=0.01):
+        left.append(
+            f"the size of gradients: the Trainer divides this loss by something else than a mean does, so that its "
+            f"gradients are {ratio:.3g} times the mean over a step's samples; to train as it does, divide "
+            f"max_grad_norm by {ratio:.3g} and multiply learning_rate by it where the optimizer's steps grow "
+            "with gradients (sgd)"
+        )
     if args.gradient_accumulation_steps == 1:
         left.append(
             "several devices: with gradient_accumulation_steps=1 a step is one microbatch, which one worker computes "
@@ -154,6 +161,37 @@ def _lengths_differ(job: Job) -> bool:
     if not isinstance(labels, torch.Tensor) or labels.ndim < 2:
         return False
     return len(set((labels != _NO_LABEL).flatten(1).sum(1).tolist())) > 1
+
+
+def _gradient_ratio(trainer: Trainer, job: Job) -> float:
+    """The Trainer's gradients by the job's, as the losses of two samples have it; 1 where these cannot be told.
+
+    The Trainer gives the number of a step's labels to whatever may take it, and then does not divide the loss by the
+    number of microbatches. That is right for a loss that divides by that number of labels, and for no other.
+    """
+    assert job.collate is not None
+    model, count = trainer.model, trainer.args.gradient_accumulation_steps
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with random_state(), torch.no_grad():
+            batch = dict(job.collate(first_samples(job, min(2, job.microbatch_samples))))
+            _, labels = trainer.get_batch_samples(iter([batch] * count), count, torch.device("cpu"))
+            seed_all(job.seed)
+            ours, _ = step_function(job)(model, dict(batch))
+            seed_all(job.seed)
+            theirs = trainer.compute_loss(model, dict(batch), num_items_in_batch=labels)
+            scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # not in every version
+            if scaled is None:
+                by_labels = trainer.model_accepts_loss_kwargs and labels is not None
+                scaled = by_labels or trainer.compute_loss_func is not None
+            ratio = float(theirs) * (count if scaled else 1) / float(ours)
+    except Exception:  # of the user's code: told where it ends the run
+        return 1.0
+    finally:
+        for module in trained:
+            module.training = True
+    return ratio if math.isfinite(ratio) and ratio > 0 else 1.0
 
 
 def _made(trainer: Trainer, **changes: Any) -> Trainer:

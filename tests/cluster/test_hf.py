@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from tqdm import tqdm
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -67,6 +72,8 @@ def made(tmp_path: Path, kind: type[Trainer] = Trainer, *, arguments: Any = None
 
 class Doubled(Trainer):
     """Another loss."""
+
+    loss_is_scaled_for_ga = False
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         outputs = model(**inputs)
@@ -200,6 +207,76 @@ def test_that_several_microbatches_weigh_otherwise_is_said(tmp_path: Path) -> No
         same(job, made(tmp_path, train_dataset=padded(40)))
 
 
+class Mean(Trainer):
+    """A loss that does not ask for the number of labels of the whole step."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class Divided(Mean):
+    loss_is_scaled_for_ga = False
+
+
+def of_function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+    return nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def unshifted() -> dict[str, Any]:
+    """The Trainer does not know that its loss leaves out the first of 12 labels."""
+    torch.manual_seed(0)
+    size = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 32}
+    model = GPT2LMHeadModel(GPT2Config(**size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    model.loss_type = None  # as it is in transformers 5.24
+    return {"model": model}
+
+
+def classes() -> dict[str, Any]:
+    torch.manual_seed(0)
+    drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    dataset = [{"input_ids": one["input_ids"], "labels": torch.tensor(n % 2)} for n, one in enumerate(samples(40))]
+    return {"model": BertForSequenceClassification(BertConfig(**SIZE, **drop)), "train_dataset": dataset}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "ratio"),
+    [
+        (Mean, dict, 2.0),
+        (Divided, dict, 1.0),
+        (Trainer, lambda: {"compute_loss_func": of_function}, 2.0),
+        (Trainer, classes, 2.0),
+        (Trainer, unshifted, 11 / 12),
+        (Trainer, dict, 1.0),
+    ],
+    ids=["own loss", "own loss that is divided", "loss function", "bert", "gpt2", "llama"],
+)
+@pytest.mark.filterwarnings("ignore:of the Trainer not taken over")
+def test_how_large_its_gradients_would_be_is_said(kind: Any, given: Any, ratio: float, tmp_path: Path) -> None:
+    arguments = {"max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0, "warmup_steps": 0, "weight_decay": 0.0}
+
+    def trained(**changes: Any) -> tuple[dict[str, Tensor], Trainer]:
+        trainer = made(tmp_path, kind, arguments=arguments | changes, **given())
+        return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}, trainer
+
+    before, trainer = trained()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        job = job_of(trainer)
+    said = [str(one.message) for one in told if "the size of gradients" in str(one.message)]
+    if not math.isclose(ratio, 1.0):
+        (text,) = said
+        assert f"its gradients are {ratio:.3g} times the mean" in text
+        assert all(module.training for module in trainer.model.modules())
+    else:
+        assert not said
+    model, _ = reference.train(job)
+    _, other = trained()
+    other.train()
+    for (name, ours), theirs in zip(model.named_parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(ratio * (ours - before[name]), theirs - before[name], rtol=2e-3, atol=1e-6)
+
+
 def test_evaluation_gives_the_metrics_of_the_trainer(tmp_path: Path) -> None:
     def metrics(found: Any) -> dict[str, float]:
         return {"hits": float((found.predictions.argmax(-1) == found.label_ids).mean())}
@@ -217,6 +294,7 @@ def test_evaluation_gives_the_metrics_of_the_trainer(tmp_path: Path) -> None:
     assert found == {name: expected[name] for name in ("eval_loss", "eval_hits")}
 
 
+@pytest.mark.filterwarnings("ignore:of the Trainer not taken over")
 def test_it_trains_with_a_worker_that_has_no_code(tmp_path: Path) -> None:
     """Batches of a tokenizer's collator are no plain dicts: they travel all the same."""
 
