@@ -363,6 +363,24 @@ def test_a_step_is_a_batch_of_whatever_gives_batches(kind: str, tmp_path: Path) 
     assert same(model, wanted)
 
 
+@pytest.mark.parametrize(("workers", "epochs", "said"), [(5, 2, True), (4, 2, False), (5, 1, False)])
+def test_that_a_step_holds_the_end_of_one_epoch_and_the_next_is_said(
+    workers: int, epochs: int, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = DataLoader(dataset(), batch_size=4, sampler=Mine(dataset()))
+    reading = reading_of(given, DistributedConfig(num_workers=workers, batch_size=4), seed=0, epochs=epochs)
+    assert len(reading.dataset) == 12 * epochs
+    told = [record.getMessage() for record in caplog.records]
+    assert (
+        told
+        == [
+            "the DataLoader's BatchSampler gives 12 batches an epoch, of which no whole steps of 5 can be made: one step holds the "
+            "end of an epoch and the beginning of the next"
+        ]
+        * said
+    )
+
+
 def test_a_samplers_order_is_another_each_epoch_and_the_same_each_time() -> None:
     def order(seed: int) -> list[Any]:
         loader = BATCHES["weighted"]()

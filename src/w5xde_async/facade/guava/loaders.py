@@ -122,7 +122,10 @@ def _check_batch_size(config: DistributedConfig, batch_size: int | None) -> None
 
 
 def _in_its_own_order(loader: DataLoader[Any], seed: int, epochs: int, processes: int, workers: int) -> Reading:
-    """The sampler says which samples make each batch, of every epoch."""
+    """The sampler says which samples make each batch, of every epoch. To the job all of them are one epoch.
+
+    So a step of ``workers`` batches may go on from one into the next, which is said where it does.
+    """
     order: list[Any] = []
     chosen = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     name = type(chosen).__name__
@@ -135,6 +138,11 @@ def _in_its_own_order(loader: DataLoader[Any], seed: int, epochs: int, processes
                 if len(order) > _MOST_BATCHES:
                     raise UsageError(f"the DataLoader's {name} has no end: give it a number of samples")
             per_epoch = per_epoch or len(order)
+    if epochs > 1 and per_epoch % workers:
+        logger.warning(
+            "the DataLoader's %s gives %d batches an epoch, of which no whole steps of %d can be made: one step holds "
+            "the end of an epoch and the beginning of the next", name, per_epoch, workers,
+        )  # fmt: skip
     if not order:
         raise UsageError(f"the DataLoader's {name} gives no batch")
     batches = Batches(loader.dataset, order, loader.collate_fn, single=loader.batch_sampler is None)
