@@ -127,6 +127,10 @@ def _left(trainer: Trainer, job: Job) -> list[str]:
             f"the samples that dataloader_drop_last drops: of {len(given)} samples no epoch has the last {cut}, and in "
             f"the Trainer each epoch leaves out {cut} others"
         )
+    if job.evaluate and args.eval_delay:
+        left.append(f"eval_delay {args.eval_delay:g}: evaluations before it are made, and count for the best model")
+    if job.evaluate and args.eval_on_start:
+        left.append("eval_on_start: the first evaluation is after the first steps")
     if args.load_best_model_at_end:
         left.append("load_best_model_at_end: the best weights are in best.safetensors of the run directory")
     if args.torch_compile:

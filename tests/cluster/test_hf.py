@@ -343,6 +343,15 @@ def test_what_would_change_the_result_is_refused_by_name(
         job_of(made(tmp_path, arguments=arguments, **given))
 
 
+def test_that_evaluations_are_made_at_other_steps_is_said(tmp_path: Path) -> None:
+    arguments = {"eval_strategy": "steps", "eval_steps": 2, "eval_delay": 3, "eval_on_start": True}
+    with pytest.warns(UserWarning, match="eval_delay 3: evaluations before it are made.*eval_on_start"):
+        job_of(made(tmp_path, arguments=arguments, eval_dataset=samples(4)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        job_of(made(tmp_path, arguments=arguments | {"eval_strategy": "no"}))
+
+
 def test_what_is_left_out_is_said_once(tmp_path: Path) -> None:
     class Mine(TrainerCallback):
         pass
