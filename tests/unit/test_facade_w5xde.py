@@ -791,6 +791,10 @@ def test_nobody_answers_a_second_call(calls: Any) -> None:
         (lambda: TrainingNode(Model, token=b"abc"), "^token is of type bytes; give a text"),  # type: ignore[arg-type]
         (lambda: TrainingNode(Model, criterion=nn.CrossEntropyLoss), r"give an instance: CrossEntropyLoss\(\)"),
         (lambda: TrainingNode(Model, criterion=nn.CrossEntropyLoss(reduction="none")), 'reduction="none"'),
+        (
+            lambda: CentralServer(Model(), Data(), criterion=nn.MSELoss(reduction="sum")),
+            'reduction="sum", a loss that grows with the samples; give reduction="mean"$',
+        ),
         (lambda: TrainingNode(Model, criterion="mse"), "^criterion is 'mse'"),  # type: ignore[arg-type]
         (lambda: CentralServer(Model(), Data(), criterion=nn.MSELoss), "give an instance"),
         (lambda: CentralServer(Model(), Data(), timeout_s=4e6), "^timeout_s is 4000000.0; .* to 1000000$"),

@@ -55,8 +55,10 @@ def _is_criterion(value: object) -> bool:
     """Raises UsageError for what often stands in a criterion's place."""
     if isinstance(value, type) and issubclass(value, nn.Module):
         raise UsageError(f"criterion is the class {value.__name__}; give an instance: {value.__name__}()")
-    if callable(value) and getattr(value, "reduction", "mean") == "none":
-        raise UsageError('criterion has reduction="none", a loss for each sample; give reduction="mean"')
+    reduced = {"none": "a loss for each sample", "sum": "a loss that grows with the samples"}
+    reduction = getattr(value, "reduction", "mean")
+    if callable(value) and isinstance(reduction, str) and reduction in reduced:
+        raise UsageError(f'criterion has reduction="{reduction}", {reduced[reduction]}; give reduction="mean"')
     return callable(value)
 
 
