@@ -37,7 +37,7 @@ from torch.utils.data import (
 )
 
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import CheckpointMismatch, StoreError, UsageError
+from w5xde_async.errors import CheckpointMismatch, LeafFailed, StoreError, UsageError
 from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator
 from w5xde_async.facade.guava.loaders import reading_of
 from w5xde_async.facade.guava.workers import network_worker as program
@@ -371,14 +371,11 @@ def test_that_a_step_holds_the_end_of_one_epoch_and_the_next_is_said(
     reading = reading_of(given, DistributedConfig(num_workers=workers, batch_size=4), seed=0, epochs=epochs)
     assert len(reading.dataset) == 12 * epochs
     told = [record.getMessage() for record in caplog.records]
-    assert (
-        told
-        == [
-            "the DataLoader's BatchSampler gives 12 batches an epoch, of which no whole steps of 5 can be made: one step holds the "
-            "end of an epoch and the beginning of the next"
-        ]
-        * said
-    )
+    if said:
+        (text,) = told
+        assert text.startswith("the DataLoader's BatchSampler gives 12 batches an epoch, of which no whole steps of 5")
+    else:
+        assert not told
 
 
 def test_a_samplers_order_is_another_each_epoch_and_the_same_each_time() -> None:
@@ -574,6 +571,24 @@ def test_resumed_when_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     smaller.register_model(linear())
     with pytest.raises(CheckpointMismatch, match=r'batch_size was 8 .* is 4 now; resume="never" starts afresh'):
         smaller.start_training(DataLoader(dataset(), batch_size=4, shuffle=True), 2)
+
+
+def test_a_file_that_cannot_be_written_is_told_by_whose_name_it_is(tmp_path: Path) -> None:
+    orchestrator = orchestrator_for(tmp_path / ("n" * 300))
+    orchestrator.register_model(linear())
+    with pytest.raises(StoreError, match=r"the name is too long; choose a shorter checkpoint_dir$"):
+        orchestrator.save_checkpoint()
+    with pytest.raises(StoreError, match=r"the name is too long; choose a shorter path$"):
+        orchestrator.save_checkpoint(tmp_path / ("n" * 300))
+
+
+def test_batch_norm_of_one_sample_is_told_what_to_give(tmp_path: Path) -> None:
+    orchestrator = orchestrator_for(tmp_path / "run", num_workers=1)
+    orchestrator.register_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    with pytest.raises(LeafFailed, match="has 1 sample: give the DataLoader drop_last=True, or another batch_size"):
+        orchestrator.start_training(DataLoader(dataset(17), batch_size=8))
+    result = orchestrator.start_training(DataLoader(dataset(17), batch_size=8, drop_last=True))
+    assert (result.outcome, result.step) == ("finished", 2)
 
 
 def test_checkpoints_on_demand(tmp_path: Path) -> None:

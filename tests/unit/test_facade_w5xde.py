@@ -811,6 +811,13 @@ def test_what_cannot_be_is_said_at_once(wrong: Callable[[], Any], said: str) -> 
     assert "\n" not in str(raised.value)
 
 
+def test_an_optimizer_that_cannot_be_made_is_told_by_its_arguments() -> None:
+    for wrong in ({"optimizer_kwargs": {"lrr": 1}}, {"optimizer_class": lambda parameters: None}):
+        with pytest.raises(JobError, match=r"; look at optimizer_class and optimizer_kwargs$") as raised:
+            server_of(None, log="silent", **wrong).start()
+        assert "lambda model" not in str(raised.value)
+
+
 def test_bad_data_is_said_at_once() -> None:
     with pytest.raises(JobError, match="dataset is empty"):
         CentralServer(Model(), TensorDataset(torch.zeros(0, 4)))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.events import FINISHED
 
 import w5xde_async
 from w5xde_async.coordinator.run_result import RunResult
@@ -15,7 +17,7 @@ from w5xde_async.errors import LeafFailed, PortInUse, RefusalCode, Refused, Stor
 from w5xde_async.facade.guava.config import WORDS as GUAVA
 from w5xde_async.facade.w5xde import _WORDS as W5XDE
 from w5xde_async.facade.words import Words
-from w5xde_async.telemetry.events import Warned
+from w5xde_async.telemetry.events import RunFinished, Warned
 
 SOURCE = Path(w5xde_async.__file__).parent
 #: Programs, which have flags, and declarations of flags.
@@ -94,6 +96,20 @@ def test_errors_keep_their_type_and_fields() -> None:
         raise LeafFailed(1, 2, [3], 4, "ValueError: my --resume never")
     with pytest.raises(ValueError, match="--resume never"), GUAVA.said():
         raise ValueError("--resume never")
+
+
+def test_of_a_traceback_what_this_package_advises_is_said_in_these_words_and_no_more() -> None:
+    told = "ValueError: my --resume never, too; leaf 0 has 1 sample: set microbatch_size (and drop_last)"
+    for words, advice in ((W5XDE, "choose another batch_size"), (GUAVA, "give the DataLoader drop_last=True")):
+        with pytest.raises(LeafFailed, match="my --resume never") as failed, words.said():
+            raise LeafFailed(1, 2, [3], 4, told)
+        for text in (str(failed.value), failed.value.traceback):
+            assert f"1 sample: {advice}" in text
+            assert "microbatch_size" not in text
+        shown = words.of_event(replace(FINISHED, outcome="failed", reason=told))
+        assert isinstance(shown, RunFinished)
+        assert "my --resume never" in shown.reason
+        assert f"1 sample: {advice}" in shown.reason
 
 
 def test_events_and_results_too() -> None:

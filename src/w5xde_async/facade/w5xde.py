@@ -75,7 +75,10 @@ _WORDS = Words(
     {"codec": "compression", "feedback": "error_feedback", "target_batch": "adaptive_batch",
      "accumulate_grad_batches": "gradient_accumulation", "host": "ip", "prefetch_leaves": "queue_size",
      "epochs": "num_epochs", "connect_timeout_s": "timeout_s", "silence_s": "timeout_s", "heartbeat_s": "timeout_s"},
-    {", and collate=loader.collate_fn and batch_size=... where they matter": " and its batch_size"},
+    {", and collate=loader.collate_fn and batch_size=... where they matter": " and its batch_size",
+     "write optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=...)":
+     "look at optimizer_class and optimizer_kwargs",
+     "set microbatch_size (and drop_last)": "choose another batch_size, which leaves no sample alone"},
 )  # fmt: skip
 _MOST_FAILED = 12  # leases in a row: several parts of batches, each tried as often as a server lets it fail
 _OWN_CRITERION = ", criterion "  # in the run's name: nodes without one of their own need the server's

@@ -44,6 +44,8 @@ _PHRASES = (
     (", or leave out --insecure", ""),
     (" or --insecure, --tls-ca-file, --tls-cert", ""),
 )  # fmt: skip
+#: What this package advises within a traceback, of which nothing else is put in other words: it is the caller's.
+_ADVICE = "set microbatch_size (and drop_last)"
 _ELSEWHERE = {
     "token-file": "W5XDE_TOKEN_FILE", "job": "the model's code", "loop": "the event loop",
     "tls-cert": "a TLS certificate", "tls-key": "its key", "tls-ca-file": "a TLS authority",
@@ -105,16 +107,19 @@ class Words:
 
     @contextmanager
     def said(self) -> Iterator[None]:
-        """What this package raises within is raised in these words. Errors that show a traceback stay as they are."""
+        """What this package raises within is raised in these words, but for what an error shows of a traceback."""
         try:
             yield
         except W5xdeError as error:
-            if not hasattr(error, "traceback"):
-                error.args = tuple(self(value) if isinstance(value, str) else value for value in error.args)
-                for name in ("reason", "hint"):
-                    if isinstance(told := getattr(error, name, None), str):
-                        setattr(error, name, self(told))
+            put = self._of_traceback if hasattr(error, "traceback") else self
+            error.args = tuple(put(value) if isinstance(value, str) else value for value in error.args)
+            for name in ("reason", "hint", "traceback"):
+                if isinstance(told := getattr(error, name, None), str):
+                    setattr(error, name, put(told))
             raise
+
+    def _of_traceback(self, text: str) -> str:
+        return text.replace(_ADVICE, dict(self._phrases).get(_ADVICE, _ADVICE))
 
     def of_event(self, event: Event) -> Event:
         """An event with its text in these words."""
@@ -123,8 +128,9 @@ class Words:
                 return replace(event, text=self(event.text))
             case CheckpointFailed() | JournalFailed():
                 return replace(event, reason=self(event.reason))
-            case RunFinished() if event.outcome != "failed":
-                return replace(event, reason=self(event.reason))
+            case RunFinished():
+                put = self._of_traceback if event.outcome == "failed" else self
+                return replace(event, reason=put(event.reason))
             case _:
                 return event
 

@@ -37,12 +37,15 @@ _FIELDS = {
     "dataset": "dataloader", "gradient_clip_val": "max_grad_norm", "evaluate_every": "val_interval",
     "silence_s": "ack_timeout",
 }  # fmt: skip
-WORDS = Words(_FLAGS, _FIELDS, {
+_ALONE = {"set microbatch_size (and drop_last)": "give the DataLoader drop_last=True, or another batch_size"}
+WORDS = Words(_FLAGS, _FIELDS, _ALONE | {
     "start the worker with the coordinator's --job": "an Orchestrator of mode=\"local\" needs none",
     "workers need --job: ": "NetworkWorkers cannot compute it, mode=\"local\" can: ",
 })  # fmt: skip
+#: Of ``save_checkpoint(path)``, whose file lies where the caller has said.
+WORDS_OF_PATH = Words({"run-dir": "path"})
 #: Of an orchestrator whose model is in pieces.
-WORDS_IN_PIECES = Words(_FLAGS, _FIELDS, {
+WORDS_IN_PIECES = Words(_FLAGS, _FIELDS, _ALONE | {
     "start the worker with the coordinator's --job": "leave out model_parallel, pipeline_parallel and tensor_parallel",
     "workers need --job: ": "it cannot be divided, leave out model_parallel, pipeline_parallel "
     "and tensor_parallel: ",

@@ -31,7 +31,7 @@ from w5xde_async.errors import StoreError, UsageError, need
 from w5xde_async.facade import arguments
 from w5xde_async.facade.arguments import of_type, takes
 from w5xde_async.facade.calling import LogMode, block_on, page_at, shown, token_of
-from w5xde_async.facade.guava.config import WORDS, WORDS_IN_PIECES, DistributedConfig
+from w5xde_async.facade.guava.config import WORDS, WORDS_IN_PIECES, WORDS_OF_PATH, DistributedConfig
 from w5xde_async.facade.guava.loaders import Reading, check_validation, reading_of
 from w5xde_async.facade.guava.local import local_workers
 from w5xde_async.facade.neighbours import found_by_neighbours
@@ -165,6 +165,7 @@ class Orchestrator:
                 loop.call_soon_threadsafe(coordinator.request_stop, reason)
 
     @takes(path=PATH)
+    @WORDS.said()
     def save_checkpoint(self, path: Path | str | None = None) -> Path:
         """The model's weights in a safetensors file (default: ``model.safetensors`` in ``checkpoint_dir``); its path.
 
@@ -193,12 +194,12 @@ class Orchestrator:
         if saved is not None and path is None:
             return saved
         target = Path(self.config.checkpoint_dir) / "model.safetensors" if path is None else Path(path)
-        if saved is None:
-            export_model(self._model, target)
-        else:
+        model = self._model
+        if saved is not None:
             record = CheckpointStore(saved.parent).load(saved)
-            model = copy.deepcopy(self._model)
+            model = copy.deepcopy(model)
             model.load_state_dict(record.groups["model"], strict=False)  # tied ones are stored once
+        with (WORDS if path is None else WORDS_OF_PATH).said():
             export_model(model, target)
         return target
 
