@@ -18,9 +18,8 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 
-from w5xde_async.data.microbatches import of_whole_microbatches
 from w5xde_async.errors import JobError
-from w5xde_async.job import Job, Precision, first_samples, step_function
+from w5xde_async.job import Job, Precision, first_samples, of_whole_microbatches, step_function
 from w5xde_async.randomness import random_state, seed_all
 
 #: What an evaluation tells of itself, not of the model.

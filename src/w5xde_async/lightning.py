@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from w5xde_async.data.microbatches import of_whole_microbatches
 from w5xde_async.errors import JobError
-from w5xde_async.job import Job, Precision
+from w5xde_async.job import Job, Precision, of_whole_microbatches
 
 _PRECISIONS: dict[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 #: Callbacks that show or save; every other one may change the training.
