@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ class BatchLoss:
 
     def __init__(self, criterion: Criterion) -> None:
         self._criterion = criterion
-        self._signatures: dict[type, Mapping[str, inspect.Parameter]] = {}
+        self._taken: dict[type, tuple[bool, set[str] | None]] = {}
         self._told: set[str] = set()
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
@@ -57,25 +57,31 @@ class BatchLoss:
     def _arguments(self, model: nn.Module, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """What ``forward`` takes of ``given``: ``input_ids`` first, whatever it is called there, and others by name."""
         kind = type(model)
-        if kind not in self._signatures:
-            self._signatures[kind] = inspect.signature(model.forward).parameters
-        takes = self._signatures[kind]
-        named, first = {name for name, taken in takes.items() if taken.kind in _BY_NAME}, next(iter(takes), None)
-        unnamed = [] if "input_ids" in named and first != "input_ids" else [given.pop("input_ids")]
-        if unnamed:  # it stands in the first one's place
-            named -= {first}
-        rest = [] if any(taken.kind is taken.VAR_KEYWORD for taken in takes.values()) else given.keys() - named
-        if left := [name for name in given if name in rest]:
+        if kind not in self._taken:
+            self._taken[kind] = _taken_by(model)
+        first, names = self._taken[kind]
+        unnamed = [given.pop("input_ids")] if first else []
+        if names is not None and (left := [name for name in given if name not in names]):
             self._tell(
                 f"beside input_ids the batches have {', '.join(left)}, which the model's forward does not take: "
                 f"{'they are' if len(left) > 1 else 'it is'} left out"
             )
-        return unnamed, {name: value for name, value in given.items() if name not in rest}
+            given = {name: value for name, value in given.items() if name in names}
+        return unnamed, given
 
     def _tell(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
             logger.warning("%s", text)
+
+
+def _taken_by(model: nn.Module) -> tuple[bool, set[str] | None]:
+    """Whether ``forward`` has ``input_ids`` in its first place, and what else it takes by name; None: anything."""
+    takes = inspect.signature(model.forward).parameters
+    named, first = {name for name, taken in takes.items() if taken.kind in _BY_NAME}, next(iter(takes), "")
+    positional = first == "input_ids" or "input_ids" not in named
+    anything = any(taken.kind is taken.VAR_KEYWORD for taken in takes.values())
+    return positional, None if anything else named - {first} if positional else named
 
 
 def _target_of(batch: dict[str, Any]) -> str | None:
