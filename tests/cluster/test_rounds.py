@@ -56,6 +56,31 @@ async def test_every_step_counts_once(update: dict[str, Any]) -> None:
     assert steps[-1].loss < steps[0].loss
 
 
+def _idle_at_first(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step < 40 else 1.0)
+
+
+def _up_and_down(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=161, div_factor=1e3)
+
+
+def _restarts(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 40)
+
+
+@pytest.mark.parametrize("scheduler", [_idle_at_first, _up_and_down, _restarts])
+@pytest.mark.parametrize("rule", ["async", "local", "streaming", "async-local"])
+async def test_whatever_the_schedule_nothing_of_honest_workers_is_refused(rule: str, scheduler: Any) -> None:
+    """The norm gate is on, and has seen nothing but other rates."""
+    events: list[Event] = []
+    update = UpdateConfig(rule=rule, inner_steps=4, max_staleness=1000)
+    await train(lambda: replace(jobs.mlp_sgd(), max_steps=160, epochs=None, scheduler=scheduler), workers=2,
+                events=events, update=update, norm_gate=6.0)  # fmt: skip
+    assert not [event.text for event in events if isinstance(event, Warned) and "does not count" in event.text]
+    (finished,) = [event for event in events if isinstance(event, RunFinished)]
+    assert finished.leaves_in_vain == 0
+
+
 @pytest.mark.parametrize(("rule", "name"), [("local", "cnn_sgd"), ("async-local", "mlp_adamw")])
 async def test_one_worker_and_an_outer_step_of_one_is_the_plain_loop(rule: str, name: str) -> None:
     """theta - 1 (theta - theta_local) is where the worker's own optimizer went, its state kept from round to round."""

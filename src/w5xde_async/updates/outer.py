@@ -38,7 +38,7 @@ from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.messages import VerdictCode
 
 _ROWS = 64  # results that an average which keeps them all has room for
-_LOCAL_SPREAD = 0.5
+_SPREAD = 0.5  # of norms, in medians: with the default of --norm-gate four times the median is not unusual
 _REMEMBERED = 1024  # versions by which a fragment's staleness is told
 
 
@@ -460,9 +460,10 @@ def make_rule(
 
     ``gate`` None lets results of any finite size through. Raises JobError where the model does not fit.
     """
-    if gate is not None and config.local:
-        # Pseudo-gradients of as many steps differ more from each other than mean gradients do.
-        gate = replace(gate, least_spread=max(gate.least_spread, _LOCAL_SPREAD))
+    if gate is not None:
+        # Norms that have been alike for a while say little of the next batch. What is over the median moves an update no
+        # further than the median would (gradients), or counts whole on purpose (pseudo-gradients).
+        gate = replace(gate, least_spread=max(gate.least_spread, _SPREAD))
     made = None if gate is None else NormGate(gate, pseudo_gradients=config.local)
     layout, optimizer = inner.layout, inner.optimizer
     if config.rule == "async":
