@@ -293,10 +293,11 @@ class Desk:
     """The scheduler by itself: two steps of ``leaves`` leaves, and workers of whom some are ``known``: they have
     finished a lease before."""
 
-    def __init__(self, leaves: int, known: list[str]) -> None:
-        self.ledger, self.now = Ledger(allowed_s=lambda grant: math.inf), 0.0
+    def __init__(self, leaves: int, known: list[str], loader: Any = None) -> None:
+        waits = lambda grant: grant.lease in self.scheduler.unread  # noqa: E731
+        self.ledger, self.now = Ledger(allowed_s=lambda grant: 1e6, waits=waits), 0.0
         self.pacing = Pacing(PacingConfig())
-        self.scheduler = LeaseScheduler(self.ledger, self.pacing, cast(Loader, InMemory()))
+        self.scheduler = LeaseScheduler(self.ledger, self.pacing, cast(Loader, loader or InMemory()))
         for worker in known:
             self.pacing.observe(worker, 1, 0.01, taken_s=0.01)
         for step in range(2):
@@ -374,3 +375,34 @@ def test_a_lease_behind_one_of_a_later_step_is_backed_up() -> None:
     desk.scheduler.takes_work("hung", True)
     desk.scheduler.takes_work("able", True)
     assert ("able", 0) in [*desk.lease(0.01), *desk.lease(1.0)]
+
+
+class Unread(InMemory):
+    """A loader that has nothing until ``there``."""
+
+    there = False
+
+    def data(self, step: int, block: Block, worker: str) -> Any:
+        return super().data(step, block, worker) if self.there else None
+
+    def came(self) -> list[tuple[int, Block]]:
+        return [(0, Block(0, 1))]
+
+
+def test_a_lease_that_waits_for_its_data_is_not_late_before_that_has_come() -> None:
+    """To back it up would be to wait for the same data twice."""
+    loader = Unread()
+    desk = Desk(1, known=["able", "other"], loader=loader)
+    desk.scheduler.takes_work("able", True)
+    assert desk.lease() == []
+    desk.scheduler.takes_work("other", True)
+    for now in (1.0, 5.0, 50.0):
+        assert desk.lease(now) == []
+    assert [grant.worker for grant in desk.ledger.leases_on(0)] == ["able"]
+    assert desk.ledger.overdue(1e9) == []
+    loader.there = True
+    assert [worker for worker, _ in desk.scheduler.read(60.0)] == ["able"]
+    desk.lease(60.01)
+    assert [grant.worker for grant in desk.ledger.leases_on(0)] == ["able"]
+    desk.lease(65.0)
+    assert [grant.worker for grant in desk.ledger.leases_on(0)] == ["able", "other"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -23,8 +23,11 @@ BUCKETS = 2
 class Book(Ledger):
     """With a store of what has come beside it, as far as the ledger asks one."""
 
-    def __init__(self, buckets: int = BUCKETS, *, first_lease: int = 1, **terms: Any) -> None:
-        super().__init__(LeaseTerms(first_lease=first_lease, **terms), has_come=self._has_come_yet)
+    def __init__(
+        self, buckets: int = BUCKETS, *, first_lease: int = 1,
+        waits: Callable[[BlockGrant], bool] = lambda grant: False, **terms: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(LeaseTerms(first_lease=first_lease, **terms), has_come=self._has_come_yet, waits=waits)
         self.buckets = buckets
         self.came: dict[tuple[int, Block], set[int]] = {}
         self.came_again: dict[int, set[int]] = {}  # by audit
@@ -439,6 +442,22 @@ def test_deadlines_of_leases_given_ahead_begin_with_their_step() -> None:
     book.begin(1, 50.0)
     assert book.overdue(59.9) == []
     assert book.overdue(60.0) == [ahead]
+
+
+def test_the_time_of_a_lease_begins_when_its_data_is_there() -> None:
+    unread = {1}
+    book = ledger(2, waits=lambda grant: grant.lease in unread)
+    first, second = grant(book, most=1), grant(book, most=1)
+    assert first.lease in unread
+    assert book.overdue(1e9) == [second]
+    unread.clear()
+    book.data_came(first.lease, 100.0)
+    assert book.began_at(first) == 100.0
+    assert book.overdue(109.9) == [second]
+    assert book.overdue(110.0) == [first, second]
+    book.give_back(first.lease)
+    again = grant(book, most=1)
+    assert book.began_at(again) == 0.0
 
 
 def test_whoever_has_a_contested_block_done_first_is_paid() -> None:

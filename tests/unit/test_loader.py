@@ -462,3 +462,26 @@ async def test_strings_and_empty_tensors_travel() -> None:
     data = await reader.block(0, 0, 2)
     assert [spec.nbytes for spec, _ in data.buffers] == [0, LEAF * 12] * 2
     await loader.aclose()
+
+
+async def test_for_how_long_nothing_is_read_that_somebody_waits_for() -> None:
+    ends = threading.Event()
+
+    class Hanging(Rows):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            ends.wait(10.0)
+            return super().__getitem__(index)
+
+    async with reading(Hanging(), loader_threads=1) as reader:
+        loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+        reader.open(0)
+        assert reader.loader.silent_s == 0.0  # nobody has asked for anything
+        assert reader.loader.data(0, Block(0, 1)) is None
+        assert 0.0 <= reader.loader.silent_s <= loop.time() - began
+        reader.loader._heard_at -= 100.0
+        assert reader.loader.silent_s >= 100.0
+        ends.set()
+        await reader.block(0, 0, 1)
+        assert reader.loader.silent_s < 50.0
+        await reader.rest()
+        assert reader.loader.silent_s == 0.0

@@ -42,6 +42,7 @@ _T = TypeVar("_T")
 _MOST_NAMED = 1024  # workers
 _MOST_CAUSES = 64
 _TOLD_AGAIN_S = 60.0
+_SILENT_READ_S = 60.0
 
 
 class NonFinite(W5xdeError):
@@ -206,11 +207,23 @@ class Phase:
         self._nonfinite = 0
         self._told_of: dict[str, float] = {}  # when a failure was told, by its cause
         self._unread: dict[str, None] = {}  # workers that could not read their own data; they were named once
+        self._reading_hangs = False
         self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
 
     def warn(self, text: str) -> None:
         """For a person."""
         self._context.bus.publish(Warned(text=text))
+
+    def note_reading(self) -> None:
+        """Name the dataset, once each time, where work waits for it and nothing comes."""
+        silent_s = self._context.loader.silent_s
+        hangs = silent_s >= _SILENT_READ_S
+        if hangs and not self._reading_hangs:
+            self.warn(
+                f"no sample has been read for {silent_s:.0f} s: the dataset hangs, as on a disk or a server that does "
+                "not answer, or takes that long; the run waits for it"
+            )
+        self._reading_hangs = hangs
 
     def note_splits(self, session: Session, done: Done) -> None:
         """Name a worker that lacks memory, once."""

@@ -153,6 +153,7 @@ class Loader:
         self._unread: list[int] = []  # heap of steps with chunks that nobody has asked for yet, closed ones among them
         self._chunks: dict[tuple[int, int], _Chunk] = {}
         self._missing: dict[tuple[int, Block], int] = {}  # block that was asked for too early -> chunks yet to come
+        self._heard_at = 0.0  # on the loop's clock: something was read, or the first of these asked for
         self._came: list[tuple[int, Block]] = []
         self._ahead: dict[int, Read] = {}  # step -> its rows, of small steps that follow each other
         self._held_leaves = 0  # in the chunks that have been read and not been forgotten
@@ -332,6 +333,8 @@ class Loader:
             chunks.append(self._chunks[step, number])
         if missing := [chunk for chunk in chunks if chunk.read is None]:
             if (step, block) not in self._missing:
+                if not self._missing:
+                    self._heard_at = asyncio.get_running_loop().time()
                 self._missing[step, block] = len(missing)
                 for chunk in missing:
                     chunk.wanted.append(block)
@@ -345,6 +348,11 @@ class Loader:
             return Batch(structure, True, samples, rows)
         structure = joined([read.structure for read in reads])
         return Batch(structure, False, samples, [tensor for read in reads for tensor in read.tensors])
+
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing has been read although somebody waits for it."""
+        return asyncio.get_running_loop().time() - self._heard_at if self._missing else 0.0
 
     @property
     def may_draw(self) -> bool:
@@ -424,6 +432,7 @@ class Loader:
             self._reading -= 1
             if read.cancelled() or self._closed:
                 return
+            self._heard_at = asyncio.get_running_loop().time()
             there = self._chunks.get((step, number)) is chunk  # else its step was closed meanwhile
             if (error := read.exception()) is not None:
                 if isinstance(error, JobError):

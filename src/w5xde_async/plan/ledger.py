@@ -76,10 +76,13 @@ class Ledger(LeaseTable[BlockGrant]):
     def __init__(
         self, terms: LeaseTerms | None = None, *, allowed_s: Callable[[BlockGrant], float] = lambda g: g.deadline_s,
         has_come: Callable[[int, Block], bool] = lambda step, block: False,
+        waits: Callable[[BlockGrant], bool] = lambda grant: False,
     ) -> None:  # fmt: skip
-        """``has_come``: whether anything is there of a block of a step. ``allowed_s``: see ``LeaseTable``."""
+        """``has_come``: whether anything is there of a block of a step. ``allowed_s``: see ``LeaseTable``. ``waits``:
+        whether a lease waits for its data: its time has not begun."""
         super().__init__(terms or LeaseTerms(), allowed_s)
-        self._has_come = has_come
+        self._has_come, self._waits = has_come, waits
+        self._waited: dict[int, float] = {}  # lease -> until when it has waited, where it has
         self._steps: dict[int, OpenStep] = {}
         self._watched: set[str] = set()
         self._eased: dict[str, None] = {}  # of those, who has had a lease less since somebody asked
@@ -180,8 +183,12 @@ class Ledger(LeaseTable[BlockGrant]):
         return sum(grant.block.num_leaves for grant in held if grant.step == step)
 
     def began_at(self, grant: BlockGrant) -> float:
-        """When the lease could be begun at the earliest: granted, and its step computable."""
-        return max(grant.granted_at, self._steps[grant.step].opened_at)
+        """When the lease could be begun at the earliest: granted, its step computable, and its data there."""
+        return max(grant.granted_at, self._steps[grant.step].opened_at, self._waited.get(grant.lease, -math.inf))
+
+    def data_came(self, lease: int, now: float) -> None:
+        """An open lease does not wait for its data any more."""
+        self._waited[lease] = now
 
     def may_back_up(self, lease: int, worker: str) -> bool:
         """Whether ``worker`` could back up an open lease: another's, never backed up yet, not failed on by it."""
@@ -386,7 +393,7 @@ class Ledger(LeaseTable[BlockGrant]):
         current = next(iter(self._steps.values()), None)
         if current is None:
             return []
-        return [grant for grant in current.leases.values() if self._is_overdue(grant, now)]
+        return [g for g in current.leases.values() if self._is_overdue(g, now) and not self._waits(g)]
 
     def validate(self) -> None:
         """Raise AssertionError where an invariant does not hold (for tests and the simulator)."""
@@ -437,6 +444,7 @@ class Ledger(LeaseTable[BlockGrant]):
     def _drop(self, lease: int, *, finished: bool = False) -> BlockGrant:
         grant = super()._drop(lease, finished=finished)
         self._audits.discard(lease)
+        self._waited.pop(lease, None)
         if grant.worker in self._watched:
             self._eased[grant.worker] = None
         opened = self._steps.get(grant.step)

@@ -195,6 +195,7 @@ class OuterTraining:
 
     def tick(self, now: float) -> None:
         self.roster.tick(now, shown_progress(self.progress, self.total_steps))
+        self.phase.note_reading()
         self.schedule()
 
     def data_came(self) -> None:

@@ -93,6 +93,7 @@ class SyncTraining:
         self.ledger = Ledger(
             lease_terms(context, greeting, lambda: self.roster.present),
             allowed_s=self._allowed_s, has_come=self._has_come,
+            waits=lambda grant: grant.lease in self.scheduler.unread,
         )  # fmt: skip
         self.scheduler = LeaseScheduler(
             self.ledger,
@@ -637,7 +638,7 @@ class SyncTraining:
     def data_came(self) -> None:
         self.lifecycle.wake.set()  # a step that is computed here may wait for it
         if self.lifecycle.failure is None:
-            for worker, lease in self.scheduler.read():
+            for worker, lease in self.scheduler.read(self.context.clock()):
                 self._post(worker, lease)
             self._lease_anew()
 
@@ -734,7 +735,7 @@ class SyncTraining:
         if grant is None:
             return  # it was revoked, which is on its way
         self.phase.note_unread(session, unread)
-        for _, lease in self.scheduler.send_data(grant):
+        for _, lease in self.scheduler.send_data(grant, self.context.clock()):
             session.post_lease(lease.message, lease.buffers)
 
     def draining(self, session: Session, drain: Drain) -> None:
@@ -775,6 +776,7 @@ class SyncTraining:
 
     def tick(self, now: float) -> None:
         self.roster.tick(now, shown_progress(self.progress, self.total_steps))
+        self.phase.note_reading()
         self.schedule()
         self._warn_of_idle()
         if self.lifecycle.stopping and now >= self.lifecycle.stop_at and self._recomputation is not None:

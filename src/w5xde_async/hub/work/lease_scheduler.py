@@ -177,24 +177,25 @@ class LeaseScheduler:
         fresh, self._fresh = self._fresh, []
         for grant in fresh:
             self._granted(grant)
-        yield from self._send(fresh)
+        yield from self._send(fresh, now)
 
     def gave_back(self) -> bool:
         """Whether a lease was not sent after all since the last call: its leaves are to be leased anew."""
         gave_back, self._gave_back = self._gave_back, False
         return gave_back
 
-    def read(self) -> Iterator[tuple[str, Sendable]]:
+    def read(self, now: float) -> Iterator[tuple[str, Sendable]]:
         """Leases to send now because their data has come."""
-        yield from self._send([grant for block in self._loader.came() for grant in self._awaiting.pop(block, ())])
+        came = [grant for block in self._loader.came() for grant in self._awaiting.pop(block, ())]
+        yield from self._send(came, now)
 
-    def send_data(self, grant: BlockGrant) -> Iterator[tuple[str, Sendable]]:
+    def send_data(self, grant: BlockGrant, now: float) -> Iterator[tuple[str, Sendable]]:
         """A lease that named samples, once more with them; at once, or when they have been read."""
         self._loader.unread(grant.worker, grant.step, grant.block)
         self.known.add(grant.lease)
-        yield from self._send([grant])
+        yield from self._send([grant], now)
 
-    def _send(self, grants: Sequence[BlockGrant]) -> Iterator[tuple[str, Sendable]]:
+    def _send(self, grants: Sequence[BlockGrant], now: float) -> Iterator[tuple[str, Sendable]]:
         for grant in grants:
             if self._ledger.get(grant.lease) is not grant:
                 self.unread.pop(grant.lease, None)
@@ -205,7 +206,9 @@ class LeaseScheduler:
                 self.unread[grant.lease] = grant
                 self._awaiting.setdefault((grant.step, grant.block), []).append(grant)
                 continue
-            self.unread.pop(grant.lease, None)
+            if self.unread.pop(grant.lease, None) is not None:
+                self._ledger.data_came(grant.lease, now)
+                self._timed[grant.worker] = None  # from now on it may be late
             if grant.lease in self.known:
                 self.known.discard(grant.lease)  # it is not taken back: its worker waits for it
             elif data.too_large and self._ledger.untouched(grant.lease):
@@ -456,8 +459,8 @@ class LeaseScheduler:
         at = self._free_since.get(lease.worker, -math.inf)
         for grant in self._ledger.held(lease.worker):
             late_s = self._pacing.late_s(grant.worker, grant.block.num_leaves)
-            if grant.step != lease.step:
-                continue  # of a later step, though it may have been given before: it waits for its version
+            if grant.step != lease.step or grant.lease in self.unread:
+                continue  # of a later step, though it may have been given before: it waits for its version; or for data
             if late_s is None:  # nothing is known of anybody: one that hangs with the whole first step holds none up
                 late_s = self._pacing.config.min_deadline_s
             at = max(at, self._ledger.began_at(grant)) + late_s
