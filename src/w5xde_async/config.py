@@ -237,5 +237,5 @@ TIME_OR_0 = Kind(
     f"seconds >= 0, at most {_LONGEST_DAYS * 86400}",
 )  # fmt: skip
 PATH = Kind("a path", "FILE", Path, _is_path)
-NAME = text("a text of 1 to 100 characters without '/'", "NAME", r"[^/\x00-\x1f]{1,100}")
+NAME = text("a text of 1 to 100 characters without '/'", "NAME", r"(?!\.{1,2}$)[^/\x00-\x1f]{1,100}")
 FOLDER = Kind("a directory, which need not exist yet", "DIR", _folder, _is_path)

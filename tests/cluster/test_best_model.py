@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import threading
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from w5xde_async.coordinator.service import RunResult
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job
 from w5xde_async.store.filesystem import Filesystem
+from w5xde_async.store.rundir import RunDir
 from w5xde_async.telemetry.events import Evaluated, Event, Warned
 from w5xde_async.updates.config import UpdateConfig
 
@@ -139,7 +141,7 @@ async def test_a_best_of_a_course_that_was_left_or_of_another_metric_is_set_asid
 
 async def test_a_file_of_that_name_that_no_run_made_is_not_written_over(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    path.mkdir()
+    (await asyncio.to_thread(RunDir.open, path, resume=True)).close()
     (path / "best.safetensors").write_bytes(b"mine")
     await run(Scored(), path, max_steps=2)
     assert (path / "abandoned-best.safetensors").read_bytes() == b"mine"

@@ -107,6 +107,7 @@ async def test_a_schedule_that_is_over_is_made_longer(tmp_path: Path) -> None:
     [
         ("optimizer.rate=1", "--override optimizer.rate: SGD has dampening, lr, momentum, weight_decay"),
         ("scheduler.gamma=1", "--override scheduler.gamma: the job has no scheduler"),
+        ("optimizer.lr=-1", "--override optimizer.lr=-1: Invalid learning rate: -1.0"),
     ],
 )
 async def test_a_name_that_is_none_is_refused(change: str, says: str) -> None:

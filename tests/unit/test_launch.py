@@ -313,9 +313,31 @@ def test_the_script_for_ray_says_the_plan(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_coordinator_that_an_engine_keeps_tells_nobody_its_own_command() -> None:
     """It has flags of the engine's; the command that goes on is the one that started the engine."""
-    assert _goes_on("w5xde coordinator t.py:job --exit-with-stdin", "auto", kept=True) == ""
-    command = "w5xde coordinator t.py:job --resume never --port 0"
-    assert _goes_on(command, "never", kept=False) == "w5xde coordinator t.py:job --port 0 --resume auto"
+    assert _goes_on("w5xde coordinator", ["t.py:job", "--exit-with-stdin"], "auto", kept=True, environment={}) == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "resume", "environment", "told"),
+    [
+        (["t.py:job", "--port", "0"], "auto", {}, "w5xde coordinator t.py:job --port 0"),
+        (["t.py:job", "--resume", "never", "--port", "0"], "never", {},
+         "w5xde coordinator t.py:job --port 0 --resume auto"),
+        (["t.py:job", "--resume", "it's/step-1"], "it's/step-1", {}, "w5xde coordinator t.py:job --resume auto"),
+        (["t.py:job", "--resume=a b"], "a b", {}, "w5xde coordinator t.py:job --resume auto"),
+        (["t.py:job", "--name", "a --resume b"], "auto", {}, "w5xde coordinator t.py:job --name 'a --resume b'"),
+        (["t.py:job"], "auto", {"W5XDE_NAME": "my run"}, "W5XDE_NAME='my run' w5xde coordinator t.py:job"),
+        (["t.py:job"], "never", {"W5XDE_RESUME": "never"}, "w5xde coordinator t.py:job --resume auto"),
+    ],
+)  # fmt: skip
+def test_the_command_that_goes_on(arguments: list[str], resume: str, environment: dict[str, str], told: str) -> None:
+    assert _goes_on("w5xde coordinator", arguments, resume, kept=False, environment=environment) == told
+
+
+@pytest.mark.parametrize("resume", ["never", "runs/x/checkpoints/step-000000003"])
+def test_what_would_begin_anew_at_each_start_is_refused(resume: str) -> None:
+    with pytest.raises(UsageError, match="--resume would begin anew each time"):
+        plan(options=("--resume", resume))
+    plan(options=("--resume", "auto"))
 
 
 def test_the_engines_are_imported_by_their_own_modules_alone() -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -213,6 +214,35 @@ def test_a_crash_while_setting_aside_never_resumes_half_a_run(tmp_path: Path) ->
         assert run.set_aside == tmp_path / "run.old-2"
     assert (tmp_path / "run.old-1" / "checkpoints" / "step").exists()
     assert (tmp_path / "run.old-2" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("name", ["config.toml", "model.safetensors", "best.safetensors", "loss.png", "checkpoints/a"])
+def test_what_no_run_has_made_is_not_written_over(tmp_path: Path, name: str, resume: bool) -> None:
+    mine = tmp_path / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    with pytest.raises(RunDirUnusable, match=f"it holds {name.partition('/')[0]}, which no run has made") as caught:
+        RunDir.open(tmp_path, resume=resume)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert mine.read_text() == "mine"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".lock", name.partition("/")[0]]
+    mine.unlink()
+    RunDir.open(tmp_path, resume=resume).close()  # an empty folder is nobody's
+
+
+def test_one_that_is_deleted_meanwhile_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with RunDir.open(path, resume=True) as run:
+        run.next_term()
+        shutil.move(path, tmp_path / "elsewhere")
+        store = CheckpointStore(run.checkpoints_path, keep=1, filesystem=run.filesystem)
+        store.save(Record(step=3, meta={}, groups={}))
+        assert json.loads((path / "run.json").read_text()) == {"run_id": run.run_id, "term": 1}
+        assert [entry.name for entry in run.checkpoints_path.iterdir()] == ["step-000000003"]
+        (path / "run.json").write_text(json.dumps({"run_id": "0" * 16, "term": 1}))
+        with pytest.raises(Superseded, match="another run has begun there"):
+            store.save(Record(step=4, meta={}, groups={}))
 
 
 def test_leftovers_of_dead_writes_are_removed(tmp_path: Path) -> None:

@@ -115,6 +115,16 @@ def test_the_config_objects() -> None:
     assert worker("--memory-limit", "auto").values["memory_limit"] is None
 
 
+def test_what_came_from_the_environment_is_known_but_for_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {
+        "W5XDE_NAME": "mine", "W5XDE_PORT": "6000", "W5XDE_TRACKER": "mlflow:http://me:hunter2@host",
+        "W5XDE_TOKEN": "x", "W5XDE_LOG": "",
+    }  # fmt: skip
+    settings, _ = read(CoordinatorSettings, ["t.py:job", "--port", "7000"], prog="", environment=told)
+    assert settings.environment == {"W5XDE_NAME": "mine"}
+    assert "hunter2" not in repr(settings)
+
+
 def test_print_config_can_be_read_back_and_holds_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("W5XDE_TOKEN", "hush")
     given = ("train.py:job", "--max-time", "90", "--bucket-size", "1MiB", "--workers", "2", "--no-evaluate")

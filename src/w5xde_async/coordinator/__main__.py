@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
     """Train; the result is the exit code."""
     spin_briefly()
     given = sys.argv[1:] if arguments is None else arguments
-    prepare = partial(_prepare, command=f"{prog} {shlex.join(given)}")
+    prepare = partial(_prepare, prog=prog, arguments=given)
     return launch(_kind, given, prog=prog, prepare=prepare, heeds=("SIGUSR1", "SIGHUP"))
 
 
@@ -49,19 +48,28 @@ def _kind() -> type[CoordinatorSettings]:
     return CoordinatorSettings
 
 
-def _goes_on(command: str, resume: str, *, kept: bool) -> str:
-    """The command that takes the run up again: ``command`` but for a --resume, ``resume``, that would begin anew.
+def _goes_on(
+    prog: str, arguments: Sequence[str], resume: str, *, kept: bool, environment: Mapping[str, str]
+) -> str:  # fmt: skip
+    """The command that takes the run up again: this one but for a --resume, ``resume``, that would begin anew.
 
-    "" where another program has started this one (``kept``): its command is the one that goes on.
+    ``environment``: settings that came from there, and may have stood before the command alone. "" where another
+    program has started this one (``kept``): its command is the one that goes on.
     """
     if kept:
         return ""
-    if resume == "auto":
-        return command
-    return re.sub(r" --resume(?:=| )(?:'[^']*'|\S+)", "", command) + " --resume auto"
+    words = list(arguments)
+    if resume != "auto":
+        for at in reversed([at for at, word in enumerate(words) if word.partition("=")[0] == "--resume"]):
+            del words[at : at + (1 if "=" in words[at] else 2)]
+        words += ["--resume", "auto"]
+    said = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if name != "W5XDE_RESUME"]
+    return " ".join([*said, prog, shlex.join(words)])
 
 
-def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Callable[[], Coroutine[Any, Any, int]]:
+def _prepare(
+    settings: CoordinatorSettings, token: str, *, prog: str, arguments: Sequence[str]
+) -> Callable[[], Coroutine[Any, Any, int]]:
     from w5xde_async.settings import to_mapping
     from w5xde_async.store.failpoints import arm
 
@@ -141,7 +149,9 @@ def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Call
             try:
                 unfinished, when = (await coordinator.wait()).outcome != "finished", "To go on from here:"
             finally:
-                again = _goes_on(command, config.resume, kept=settings.exit_with_stdin)
+                again = _goes_on(
+                    prog, arguments, config.resume, kept=settings.exit_with_stdin, environment=settings.environment
+                )
                 if unfinished and coordinator.step and again:
                     progress.tell(when, again)
         return exit_code_of(stop_reason, settings.exit_on_drain) if unfinished and stop_reason else ExitCode.OK

@@ -53,7 +53,12 @@ class Plan:
             "letters, digits and hyphens that begin with a letter",
         )
         _refuse(self.options, _OURS, "after --")
-        read(CoordinatorSettings, [self.job, *self.options], prog="", environment={})
+        told, _ = read(CoordinatorSettings, [self.job, *self.options], prog="", environment={})
+        need(
+            told.values["resume"] == "auto",
+            "after --: --resume would begin anew each time that the engine starts the coordinator; leave it out, and "
+            "give another --name for another run",
+        )
         _refuse(self.worker_options, _OURS_OF_WORKERS, "--worker-options")
         read(WorkerSettings, ["--server", "localhost", *self.worker_options], prog="", environment={})
 

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from w5xde_async.store.toml import to_toml, toml_value
 _PREFIX = "W5XDE_"
 _TABLES = ("coordinator", "worker")
 _NOT_IN_TOML = ("config", "join")
+_USER = re.compile(r"//[^/\s]*@")  # in a URL: a password may stand there
 _NO_TOKEN_FLAG = (
     "there is no --token: whoever is on this machine could read it from the list of processes; set W5XDE_TOKEN, or "
     "write it to a file of mode 0600 and give --token-file"
@@ -74,6 +76,7 @@ class Program(Config):
 
     values: Mapping[str, Any] = dataclasses.field(repr=False)  #: of all settings, by flag; None: not set
     told: frozenset[str]  #: the flags of those that were given anywhere
+    environment: Mapping[str, str] = dataclasses.field(repr=False)  #: variables that were heeded, none with a secret
     token_file: Path | None = setting(None, "file with the shared secret, readable by its owner alone", PATH, "network")
     loop: str = setting(
         "auto", "event loop: auto, uvloop or asyncio", one_of("auto", "uvloop", "asyncio", metavar="KIND"), "program"
@@ -222,7 +225,12 @@ def read(
     derived = program.derived(values)
     values |= {name: value for name, value in derived.items() if values[name] is None}
     told = frozenset(given) | frozenset(said) | frozenset(table)
-    settings = _make(program, values, {"values": values, "told": told})
+    heeded = {
+        known[name].variable: value
+        for name, value in said.items()
+        if name not in given and name != "join" and not _USER.search(value)
+    }
+    settings = _make(program, values, {"values": values, "told": told, "environment": heeded})
     if printing:
         raise Answer(to_toml(to_mapping(settings)).rstrip("\n"))
     settings.require()

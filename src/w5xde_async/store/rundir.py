@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.filesystem import FencedFilesystem, Filesystem, disk_errors, explain, replace_file
 from w5xde_async.store.tensors import write_tensors
 from w5xde_async.store.toml import to_toml
+
+logger = logging.getLogger(__name__)
 
 _LOCK = ".lock"
 _IDENTITY = "run.json"
@@ -94,11 +97,12 @@ class RunDir:
 
         Raises:
             RunDirBusy: another process holds it; says which.
-            RunDirUnusable: it cannot be created, written, locked or read.
+            RunDirUnusable: it cannot be created, written, locked or read, or a run would write over what none made.
         """
         filesystem = filesystem or Filesystem()
         lock = _take_lock(path, filesystem)
         try:
+            _check_own(path)
             for directory in (path, path / "checkpoints", path / "journal"):
                 filesystem.sweep(directory)
             try:
@@ -168,7 +172,16 @@ class RunDir:
         return run_id, term
 
     def _check_term(self) -> None:
-        _, stored = self._read_identity()
+        try:
+            run_id, stored = self._read_identity()
+        except FileNotFoundError:
+            # Nobody else can have begun here without writing his own: what is in memory goes where it was to go.
+            logger.warning("the run directory was deleted or moved, and is made anew path=%s", self.path)
+            self._filesystem.make_directories(self.path)
+            self._write_identity()
+            return
+        if run_id != self.run_id:
+            raise Superseded(str(self.path), "another run has begun there")
         if stored > self.term:
             reason = f"a coordinator of term {stored} has taken the run over; this one is of term {self.term}"
             raise Superseded(str(self.path), reason)
@@ -206,6 +219,16 @@ def export_tensors(
         filesystem.make_directories(path.parent)
         replace_file(filesystem, path, fill)
     return nbytes
+
+
+def _check_own(path: Path) -> None:
+    """Raises RunDirUnusable where no run has been, and a file or folder has the name of one that a run writes."""
+    if (path / _IDENTITY).exists():
+        return
+    for name in _CONTENT:
+        if (there := path / name).is_file() or (there.is_dir() and any(there.iterdir())):
+            reason = f"it holds {name}, which no run has made and a run would write over; choose another --run-dir"
+            raise RunDirUnusable(str(path), reason)
 
 
 def _set_aside(path: Path, filesystem: Filesystem) -> Path | None:

@@ -461,8 +461,8 @@ def make_rule(
     ``gate`` None lets results of any finite size through. Raises JobError where the model does not fit.
     """
     if gate is not None:
-        # Norms that have been alike for a while say little of the next batch. A gradient over the median moves an update
-        # no further than the median would, and a pseudo-gradient counts whole on purpose.
+        # Norms that were alike for a while say little of the next batch. A gradient over the median moves an update no
+        # further than the median would, and a pseudo-gradient counts whole on purpose.
         gate = replace(gate, least_spread=max(gate.least_spread, _SPREAD))
     made = None if gate is None else NormGate(gate, pseudo_gradients=config.local)
     layout, optimizer = inner.layout, inner.optimizer

@@ -33,6 +33,7 @@ def _set_group(optimizer: torch.optim.Optimizer, scheduler: Any, key: str, value
     known = [name for name, now in optimizer.param_groups[0].items() if _is_number(now)]
     if key not in known:
         raise UsageError(f"--override optimizer.{key}: {type(optimizer).__name__} has {', '.join(sorted(known))}")
+    _check(optimizer, key, value)
     scaled = key == "lr" and scheduler is not None
     before = float(optimizer.param_groups[0]["initial_lr" if scaled else key])
     if before == value:
@@ -46,6 +47,19 @@ def _set_group(optimizer: torch.optim.Optimizer, scheduler: Any, key: str, value
     for part in parts_of(scheduler) if scaled else ():
         part.base_lrs = [rate * (value / before) for rate in getattr(part, "base_lrs", [])]
     return before
+
+
+def _check(optimizer: torch.optim.Optimizer, key: str, value: float) -> None:
+    """Whether torch's own optimizers would begin with it. Raises UsageError."""
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim."):
+        try:
+            changed: dict[str, Any] = {key: value}
+            kind([torch.zeros(1, requires_grad=True)], **changed)
+        except ValueError as error:
+            raise UsageError(f"--override optimizer.{key}={value:g}: {error}") from None
+        except TypeError:
+            pass  # it is a group's, and no argument
 
 
 def _set(scheduler: Any, key: str, value: float) -> float:

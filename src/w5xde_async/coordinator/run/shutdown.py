@@ -19,7 +19,7 @@ from w5xde_async.coordinator.run.spec import Prepared
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.errors import DiskHangs, StoreError
 from w5xde_async.job import shown_end
-from w5xde_async.store.rundir import Superseded, export_model
+from w5xde_async.store.rundir import RunDir, Superseded, export_model
 from w5xde_async.telemetry.events import Bus, RunFinished, Warned
 from w5xde_async.telemetry.plot import draw_loss
 from w5xde_async.telemetry.recorder import Recorder
@@ -107,10 +107,12 @@ class Shutdown:
         await say_goodbye(code, said.splitlines()[0][:300] if said else f"the run is {outcome}")
         if not finished:
             await self._save()
+        failed = failure or checkpointing.save_error
+        model_path = await self._export_model(failed)  # first: an evaluation may hang
         await self._evaluate(finished=finished)
         await gone(training)
         digest = await training.aggregator.submit(spec.state.digest)
-        model_path, metrics_path, plot_path = await self._write_results(failure or checkpointing.save_error)
+        metrics_path, plot_path = await self._draw(failed)
         seconds = self._elapsed()
         contributions = training.roster.contributions
         sent, received = contributions.traffic(training.roster.sessions.values())
@@ -187,39 +189,53 @@ class Shutdown:
             stop.cancel()
             task.cancel()
 
-    async def _write_results(self, problem: BaseException | None) -> tuple[Path | None, Path | None, Path | None]:
-        """Model, metrics and plot, where they are of this run; parameters that no step ended with are not exported."""
-        files = self._prepared.spec.files
-        if files is None or self._deadline.error is not None or isinstance(problem, Superseded):
-            return None, None, None
-        run_dir, model = files.directory, self._prepared.spec.model
-        torn, filesystem = self._run.training.aggregator.torn, run_dir.filesystem
+    async def _export_model(self, problem: BaseException | None) -> Path | None:
+        """Write the model, where it is of this run: parameters that no step ended with are not exported."""
+        run_dir = self._own_directory(problem)
+        if run_dir is None or self._run.training.aggregator.torn:
+            return None
+        model, filesystem = self._prepared.spec.model, run_dir.filesystem
 
-        def write() -> tuple[bool, bool, str]:
-            """Whether the model was exported and the loss drawn, and why not."""
-            exported, reason = False, ""
+        def write() -> str:
+            """Why not."""
             try:
                 filesystem.fence()
-                if not torn:
-                    export_model(model, run_dir.model_path, filesystem=filesystem)
-                    exported = True
+                export_model(model, run_dir.model_path, filesystem=filesystem)
             except Superseded:
                 raise
             except (StoreError, OSError) as error:
-                reason = str(error)
-            if self._recorder is None:
-                return exported, False, reason
-            self._recorder.flush()
-            return exported, draw_loss(run_dir.metrics_path, run_dir.plot_path), reason
+                return str(error)
+            return ""
 
         writing = asyncio.get_running_loop().run_in_executor(None, write)
         try:
-            written = await self._deadline.wait(writing, "the model's export", run_dir.path)
+            reason = await self._deadline.wait(writing, "the model's export", run_dir.path)
         except Superseded:
-            return None, None, None
-        if written is None:
-            return None, None, None
-        exported, drawn, reason = written
+            return None
         if reason:
             self._bus.publish(Warned(text=f"the model was not written: {reason}"))
-        return run_dir.model_path if exported else None, run_dir.metrics_path, run_dir.plot_path if drawn else None
+        return run_dir.model_path if reason == "" else None
+
+    async def _draw(self, problem: BaseException | None) -> tuple[Path | None, Path | None]:
+        """Metrics and plot."""
+        run_dir, recorder = self._own_directory(problem), self._recorder
+        if run_dir is None:
+            return None, None
+
+        def write() -> tuple[Path | None, Path | None]:
+            drawn = False
+            if recorder is not None:
+                recorder.flush()
+                drawn = draw_loss(run_dir.metrics_path, run_dir.plot_path)
+            there = run_dir.metrics_path.exists()  # unless somebody has deleted it
+            return run_dir.metrics_path if there else None, run_dir.plot_path if drawn else None
+
+        writing = asyncio.get_running_loop().run_in_executor(None, write)
+        return await self._deadline.wait(writing, "the plot of the loss", run_dir.path) or (None, None)
+
+    def _own_directory(self, problem: BaseException | None) -> RunDir | None:
+        """Where results may be written; None where nothing is kept, nothing would end in time, or it is another's."""
+        files = self._prepared.spec.files
+        if files is None or self._deadline.error is not None or isinstance(problem, Superseded):
+            return None
+        return files.directory
