@@ -145,6 +145,28 @@ def _checkpoints(group: Group) -> None:
         _alike(job, group, (4, 4, 4), checkpoint=True)
 
 
+def _consuming(model: nn.Module, batch: Any) -> Tensor:
+    """Leaves nothing of its batch as it was."""
+    x, y = batch.pop("both")
+    x.mul_(0.5)
+    return F.cross_entropy(model(x), y)
+
+
+def _consumes(group: Group) -> None:
+    """A rank whose leaf has fewer microbatches than another's computes its first one several times."""
+    job = island_jobs.mlp(loss=None, step=_consuming, accumulate_grad_batches=2)
+    together, alone = _island(job, group), islands.Alone(job)
+    state = islands.changed_state(job)
+    together.load(state)
+    alone.state.copy_groups(state)
+    alone.engine.load(range(len(alone.layout.buckets)))
+    samples = (8, 3, 8, 8)
+    batches = [{"both": [x, y]} for x, y in island_jobs.batches(job, samples)]
+    islands.same_block(together, alone, batches, samples)
+    together.engine.close()
+    alone.engine.close()
+
+
 def _metrics(group: Group) -> None:
     _alike(island_jobs.mlp(loss=None, step=island_jobs.measured), group, (4, 4, 4, 4), (4,), (3, 3, 3))
 
@@ -278,7 +300,7 @@ CASES: dict[str, islands.Case] = {
     "mlp": _mlp, "uneven blocks": _uneven_blocks, "batch norm": _normed, "odd parameters": _odd,
     "transformer": _transformer, "half precision": _half, "reused in half precision": _reused_in_half,
     "accumulation": _accumulates, "checkpoints": _checkpoints, "metrics": _metrics, "sparse": _sparse, "errors": _fails,
-    "shards": _divides, "refusals": _refuses, "skips": _skips,
+    "shards": _divides, "refusals": _refuses, "skips": _skips, "consumes": _consumes,
 }  # fmt: skip
 
 #: Where it matters how many ranks there are: what is wrong with a job, and its precision, are each rank's own.

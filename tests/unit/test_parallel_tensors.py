@@ -232,6 +232,13 @@ def _as_torchtitan_does(group: Group) -> None:
     _near(given, together, (4, 4, 4), (4,))
 
 
+def _shifting(model: nn.Module, batch: Any) -> Tensor:
+    """Writes into its batch."""
+    tokens, targets = batch
+    tokens.add_(1).remainder_(256)
+    return island_jobs.lm_loss(model(tokens), targets)
+
+
 def _of_the_job_fully_sharded(group: Group) -> None:
     def parallelize(model: nn.Module, mesh: Any) -> None:
         assert isinstance(model, Model)
@@ -242,6 +249,8 @@ def _of_the_job_fully_sharded(group: Group) -> None:
     _near(given, _built("fsdp", given, group), (4, 4, 4), (4, 4, 4, 4), (4,))
     given = job(parallelize=parallelize, accumulate_grad_batches=3)
     _near(given, _built("fsdp", given, group), (12, 12, 7))
+    given = job(parallelize=parallelize, accumulate_grad_batches=2, loss=None, step=_shifting)
+    _near(given, _built("fsdp", given, group), (8, 3))  # the second rank computes its first microbatch twice
 
 
 def _what_the_job_may_not_do(group: Group) -> None:

@@ -262,6 +262,11 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return batch
 
 
+def copied(batch: Any) -> Any:
+    """The same batch in tensors and containers of its own: a step may write into it, or take things out."""
+    return map_tensors(batch, Tensor.clone)
+
+
 def _aligned(tensor: Tensor) -> Tensor:
     # Kernels may give other bits for operands that start elsewhere than a fresh tensor does.
     return tensor if tensor.data_ptr() % ALIGN_BYTES == 0 else tensor.clone()

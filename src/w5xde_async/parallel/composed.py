@@ -35,8 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from w5xde_async.compute.batch import copied, map_tensors, microbatches
 from w5xde_async.compute.batch import leaves_of as batches_of
-from w5xde_async.compute.batch import map_tensors, microbatches
 from w5xde_async.compute.block import Block, ComputedBlock, LeafSpec, MetricNames, Task, autocast, scalar_loss
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.engine import LeafError
@@ -212,7 +212,7 @@ class ComposedEngine:
         counts = [-(-count // size) for count in leaf.of_all]
         self._begin(leaf)
         for _ in range(max(counts) - len(pieces)):  # the others compute, and need this rank's shards
-            self._microbatch(pieces[0][2], 0.0, last=False)
+            self._microbatch(copied(pieces[0][2]), 0.0, last=False)
         self._drop_gradients(whole_too=True)
         self._begin(leaf)
         loss_sum: Tensor | None = None

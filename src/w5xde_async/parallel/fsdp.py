@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from w5xde_async.compute.batch import copied, map_tensors, microbatches
 from w5xde_async.compute.batch import leaves_of as batches_of
-from w5xde_async.compute.batch import map_tensors, microbatches
 from w5xde_async.compute.block import Block, ComputedBlock, LeafSpec, MetricNames, Task, autocast, scalar_loss
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.engine import LeafError
@@ -197,7 +197,7 @@ class FsdpEngine:
         for _ in range(current.microbatches - len(pieces)):  # the others compute, and need this rank's shards
             seed_all(seed_for(self._spec.seed, current.step, leaf), self.device)
             self._buffers.restore()
-            self._microbatch(pieces[0][2], 1.0, last=False, current=current)
+            self._microbatch(copied(pieces[0][2]), 1.0, last=False, current=current)
         self._drop_gradients()
         self._present.clear()
         seed_all(seed_for(self._spec.seed, current.step, leaf), self.device)
