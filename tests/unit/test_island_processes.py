@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -206,6 +207,18 @@ async def test_ranks_that_have_met_and_come_after_the_runs_end_hear_of_it() -> N
         assert await asyncio.gather(*[rank.run() for rank in ranks]) == [Departure.FINISHED] * 2
         async with asyncio.timeout(5):
             await ended
+
+
+async def test_a_rank_that_goes_while_the_model_is_built_is_no_fault_of_the_model() -> None:
+    """A UsageError would end the island for good: its program takes it for one that every start would meet again."""
+
+    def gone(*_: object) -> Any:
+        raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    async with Coordinator(jobs.mlp_sgd(), config=settings(min_workers=1)) as coordinator:
+        rank = replace(Circle(2, Share.BLOCK).rank(1), build=gone)
+        with pytest.raises(RuntimeError, match=r"^\[.*Connection closed by peer"):
+            await Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER, rank=rank).run()
 
 
 class Sleeping(IslandProcesses):

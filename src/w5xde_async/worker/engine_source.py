@@ -130,6 +130,10 @@ class EngineSource:
             except W5xdeError:
                 raise
             except Exception as error:
+                from w5xde_async.parallel.group import is_rank_gone  # a torch may lack what it imports
+
+                if is_rank_gone(error):  # none of the model's doing: the island begins anew
+                    raise
                 raise UsageError(f"building the island's model raised {type(error).__name__}: {error}") from error
 
         self._island = engine = await asyncio.get_running_loop().run_in_executor(self._pool, build)
