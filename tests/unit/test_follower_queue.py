@@ -7,13 +7,16 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from w5xde_async.compute.block import ComputedBlock
+from w5xde_async.compute.engine import LeafError
+from w5xde_async.errors import UsageError
+from w5xde_async.parallel.engine import LoneLeafError
 from w5xde_async.wire.messages import Lease, Params, Submit, Verdict, VerdictCode
 from w5xde_async.worker.connection.compute_queue import ComputeThread, Item
 from w5xde_async.worker.connection.follower_queue import FollowerQueue
@@ -182,3 +185,23 @@ def test_a_lease_whose_version_was_overtaken_on_this_link_is_kept_for_the_head()
     assert [item.message.lease for item in waits.take() if isinstance(item, HeldLease)] == [1]
     waits.params(Params(7, 0, 0, 1.0))
     assert [item.message.lease for item in waits.take() if isinstance(item, HeldLease)] == [2]
+
+
+@pytest.mark.parametrize("error", [LoneLeafError(0, ValueError("a bug")), UsageError("use dp"), None])
+def test_a_head_announces_no_end_after_what_ends_the_island(error: Exception | None) -> None:
+    """The others have gone, or wait in the middle of a block: what ended it would give way to a lost neighbour."""
+    announced: list[int] = []
+
+    def compute(*_: Any) -> Computed:
+        if error is not None:
+            raise error
+        return Computed(NOTHING)
+
+    own: Any = SimpleNamespace(**dict.fromkeys(
+        ("layout", "device", "capacity_bytes", "exact", "newest_first", "parameters")), compute=compute)  # fmt: skip
+    lockstep = SimpleNamespace(announce=lambda turn, *_: announced.append(turn))
+    executor = IslandExecutor(own, cast(Any, SimpleNamespace(rank=0, lockstep=lockstep)))
+    with suppress(LeafError, UsageError):
+        executor.compute(held(1, 0), cast(Any, None))
+    executor.end()
+    assert announced == [Turn.COMPUTE] + [Turn.END] * (error is None)

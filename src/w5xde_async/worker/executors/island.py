@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from w5xde_async.compute.block import LeafSpec
-from w5xde_async.errors import LocalError
+from w5xde_async.errors import LocalError, UsageError
 from w5xde_async.job import Job
 from w5xde_async.parallel.engine import IslandEngine, LoneLeafError, Traced
 from w5xde_async.params.flat import ResultVector, bytes_of
@@ -171,7 +171,7 @@ class IslandExecutor:
         self._turn(Turn.COMPUTE, held.message.lease)
         try:
             return self._own.compute(held, send)
-        except LoneLeafError:
+        except (LoneLeafError, UsageError):  # to announce the end would raise something else: others may be gone by now
             self._broken = True
             raise
 
