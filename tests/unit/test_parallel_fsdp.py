@@ -287,7 +287,53 @@ class Viewed(nn.Module):
         return out
 
 
+class Bypassing(nn.Module):
+    """Calls its blocks' layers, and not the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Twice() for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            assert isinstance(block, Twice)
+            x = torch.tanh(block.layer(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+def _penalized(model: nn.Module, batch: Any) -> Tensor:
+    """The norms are taken of what the rank has, without a word of torch's."""
+    x, y = batch
+    norms = torch.stack([parameter.norm() for parameter in model.parameters()])
+    return F.cross_entropy(model(x), y) + 0.01 * norms.sum()
+
+
+def _watched(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, float]]:
+    """The same in a metric alone."""
+    x, y = batch
+    loss = F.cross_entropy(model(x), y)
+    return loss, {"norm": float(sum(parameter.detach().square().sum() for parameter in model.parameters()))}
+
+
+def _looked_at(model: nn.Module, batch: Any) -> Tensor:
+    """What a parameter is may be asked for."""
+    x, y = batch
+    (first, *_) = model.parameters()
+    assert (first.shape, first.numel(), first.requires_grad, first.is_leaf) == ((40, 8), 320, True, True)
+    return F.cross_entropy(model(x.to(first).to(first.device, first.dtype)), y)
+
+
 def _refuses(group: Group) -> None:
+    for job, place in (
+        (_of(Bypassing), "'blocks.0.layer.weight' is used outside of 'blocks.0'"),
+        (island_jobs.mlp(loss=None, step=_penalized), "'0.weight' is used outside of '0'"),
+        (island_jobs.mlp(loss=None, step=_watched), "'0.weight' is used outside of '0'"),
+    ):
+        with pytest.raises(UsageError, match=f"parameter {place}, .*or use dp"):
+            _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
+    _alike(island_jobs.mlp(loss=None, step=_looked_at), group, (4, 4))
     job = _of(Viewed)
     with pytest.raises(UsageError, match="writes in place into a view"):
         _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))

@@ -29,6 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from w5xde_async.compute.batch import copied, map_tensors, microbatches
 from w5xde_async.compute.batch import leaves_of as batches_of
@@ -628,10 +630,14 @@ class _Unit:
         module.reshard()
         self._sharded = list(_managed(self.module, self._engine.small_ids))
         with torch.no_grad():
-            return {
+            local = {
                 entry: parameter.to_local().view(-1)
                 for entry, parameter in zip(self._entries, self._sharded, strict=True)
             }  # fmt: skip
+        for entry, parameter in zip(self._entries, self._sharded, strict=True):
+            parameter.__class__ = _Shard
+            parameter.place = (self._engine.layout.entries[entry].name, self.name)
+        return local
 
     def keep(self, held: _Sum) -> _Sum:
         """The same sum in memory of its own."""
@@ -658,6 +664,26 @@ class _Unit:
     def _landed(self, entry: int, parameter: Tensor) -> None:
         made_dense(parameter)
         self._engine._present.add(entry)
+
+
+class _Shard(DTensor):
+    """A rank's part of a parameter, which nothing may compute with: it would be taken for the whole, or its gradient
+    be lost. ``fully_shard`` puts the whole parameter in its place while its unit is computed.
+
+    Shape, dtype and device can be asked for.
+    """
+
+    __slots__ = ()
+    place: tuple[str, str]  # the parameter's name, and its unit's
+
+    @classmethod
+    def __torch_dispatch__(cls, _: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        found = [one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]
+        name, unit = found[0].place
+        raise UsageError(
+            f"parameter {name!r} is used outside of {unit!r}, and a rank of an fsdp island has it whole only while "
+            "that module is called: call the module, leave out --job, or use dp"
+        )
 
 
 class _Gather(NamedTuple):
