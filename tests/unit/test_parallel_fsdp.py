@@ -15,6 +15,7 @@ from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import UsageError
 from w5xde_async.job import Job
+from w5xde_async.parallel.engine import LoneLeafError
 from w5xde_async.parallel.fsdp import FsdpEngine
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.replica import replica_of, units_of
@@ -221,6 +222,35 @@ def _fails(group: Group) -> None:
     alone.engine.close()
 
 
+def _fails_at_once(group: Group) -> None:
+    """In the first round nobody knows what the others would exchange. Where all fail, nothing is exchanged."""
+    job, alone = _of(Fragile), islands.Alone(_of(Fragile))
+    samples = (4, 4, 4, 4)
+    good = island_jobs.batches(job, samples)
+    for late in (False, True):
+        Fragile.late = late
+        together, state = _island(job, group), islands.changed_state(job)
+        together.load(state)
+        broken = [(x.clone(), y) for x, y in good]
+        for x, _ in broken:
+            x[0, 0] = 99
+        for _ in range(2):
+            with pytest.raises(LeafError, match="this leaf is bad") as caught:
+                together.compute(broken, samples, start=8)
+            assert (caught.value.leaf, isinstance(caught.value, LoneLeafError)) == (8, False)
+            together.engine.release(caught.value.vectors)
+        state = islands.changed_state(job, 6)
+        together.load(state)
+        alone.state.copy_groups(state)
+        alone.engine.load(range(len(alone.layout.buckets)))
+        islands.same_block(together, alone, good, samples)
+        together.engine.close()
+        broken[0] = good[0]
+        with pytest.raises(LoneLeafError if group.rank else RuntimeError, match=r"leaf is bad|failed on another rank"):
+            _island(job, group).compute(broken, samples)
+    alone.engine.close()
+
+
 def _divides(group: Group) -> None:
     for job in (island_jobs.odd(), island_jobs.transformer(), island_jobs.normed()):
         together = _island(job, group)
@@ -287,6 +317,21 @@ class Viewed(nn.Module):
         return out
 
 
+class WritesFirst(nn.Module):
+    """Each block begins by writing into what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.SiLU(inplace=True), nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x[:, :3]
+
+
 class Bypassing(nn.Module):
     """Calls its blocks' layers, and not the blocks."""
 
@@ -334,6 +379,9 @@ def _refuses(group: Group) -> None:
         with pytest.raises(UsageError, match=f"parameter {place}, .*or use dp"):
             _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
     _alike(island_jobs.mlp(loss=None, step=_looked_at), group, (4, 4))
+    job = _of(WritesFirst)
+    with pytest.raises(UsageError, match=r"what 'blocks\.0' is called with is written into in place.*or use dp"):
+        _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
     job = _of(Viewed)
     with pytest.raises(UsageError, match="writes in place into a view"):
         _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
@@ -347,10 +395,11 @@ CASES: dict[str, islands.Case] = {
     "transformer": _transformer, "half precision": _half, "reused in half precision": _reused_in_half,
     "accumulation": _accumulates, "checkpoints": _checkpoints, "metrics": _metrics, "sparse": _sparse, "errors": _fails,
     "shards": _divides, "refusals": _refuses, "skips": _skips, "consumes": _consumes,
+    "errors at once": _fails_at_once,
 }  # fmt: skip
 
 #: Where it matters how many ranks there are: what is wrong with a job, and its precision, are each rank's own.
-OWN = {"half precision", "reused in half precision", "sparse", "errors", "refusals"}
+OWN = {"half precision", "reused in half precision", "sparse", "errors", "errors at once", "refusals"}
 SUMS = tuple(name for name in CASES if name not in OWN)
 
 

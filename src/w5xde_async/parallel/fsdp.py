@@ -54,6 +54,9 @@ from w5xde_async.plan.tree import carries
 from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.users_code import is_interrupt
 
+_FAILED = -1  # said in the place of an exchange's number
+_PATIENCE_S = 20.0  # for the other ranks, who come to their next exchange, or raise as well
+
 
 class _Part(NamedTuple):
     """A parameter in its unit's exchange: ``begin`` and ``padded`` elements in each rank's row of it, and how many of
@@ -297,10 +300,18 @@ class FsdpEngine:
                 "backward needs parameters that were given up: the step writes in place into a view that a unit "
                 "returned, which hides from fully_shard that backward has come to it; use x = x + y for x += y, or dp"
             ) from error
+        if "RegisterPostBackwardFunction" in str(error):
+            raise UsageError(
+                f"what {self._log[-1].unit.name!r} is called with is written into in place, which hides from "
+                "fully_shard when backward has left it; write into a copy (inplace=False, x = x + y for x += y), leave "
+                "out --job, or use dp"
+            ) from error
         failure = LeafError(leaf, error)
         left = current.microbatches - current.done
         if left and not (True in self._known and (left == 1 or False in self._known)):
-            raise LoneLeafError(leaf, error) from error
+            if not self._all_fail():
+                raise LoneLeafError(leaf, error) from error
+            left = 0
         current.failed = True
         log = self._log
         for number in range(left):
@@ -310,6 +321,15 @@ class FsdpEngine:
         self._whole.reset_iter_state()
         self._drop_gradients()
         return failure
+
+    def _all_fail(self) -> bool:
+        """Tell the others, in the place of what would have been exchanged next, that a leaf has failed here. Whether
+        each has said the same."""
+        try:
+            rows = self._group.numbers([_FAILED, *(0 for _ in range(self._widest))], _PATIENCE_S)
+        except TimeoutError:  # one computes for long, or is gone
+            return False
+        return all(row[0] == _FAILED for row in rows)
 
     def _drop_gradients(self) -> None:
         for unit in self._units:
@@ -369,6 +389,9 @@ class FsdpEngine:
         with self._exchanging():
             rows = self._group.numbers([exchange, *said, *padding])
         others = {row[0] for row in rows} - {exchange}
+        if _FAILED in others:
+            self._lost = RuntimeError("a leaf failed on another rank, before the ranks knew what they exchange")
+            raise self._lost
         if others:
             names = sorted({self._units[number // 2].name for number in (exchange, *others)})
             raise UsageError(
