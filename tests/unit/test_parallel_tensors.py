@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -283,8 +284,47 @@ def _what_the_job_may_not_do(group: Group) -> None:
         _built("fsdp", job(parallelize=over_the_data), group)
 
 
+class Writing(nn.Module):
+    """A block whose ``begins`` writes into what the block is given, which nobody has to keep."""
+
+    def __init__(self, begins: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.begins = nn.Linear(32, 32), begins
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.up(self.begins(x)) * 1.5
+        return out
+
+
+class Between(nn.Module):
+    """Blocks ``begin`` by writing into their input, or their caller does so after them: ``then``."""
+
+    def __init__(self, begins: Callable[[Tensor], Tensor], then: Callable[[Tensor], object] = Tensor.size) -> None:
+        super().__init__()
+        self.embed, self.then = nn.Embedding(256, 32), then
+        self.layers = nn.ModuleList(Writing(begins) for _ in range(2))
+        self.head = nn.Linear(32, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * 1.5
+        for layer in self.layers:
+            given = x
+            x = layer(given)
+            self.then(given)
+        out: Tensor = self.head(x)
+        return out
+
+
 def _checkpoints(group: Group) -> None:
     _near(job(), _built("tp", job(), group, checkpoint_activations=True), (4, 4, 4))
+    given = job(model=lambda: Between(partial(F.relu, inplace=True)))  # the same whether it is done once or twice
+    _near(given, _built("tp", given, group, checkpoint_activations=True), (4, 4))
+    for parts in ((partial(F.silu, inplace=True),), (lambda x: x * 0.5, lambda x: x.mul_(2))):
+        given = job(model=partial(Between, *parts))
+        _near(given, _built("tp", given, group), (4, 4))
+        together = _built("tp", given, group, checkpoint_activations=True)
+        with pytest.raises(UsageError, match=r"what Writing is called with is written into in place"):
+            together.compute(island_jobs.batches(given, (4,)), (4,))
 
 
 def _half(group: Group) -> None:

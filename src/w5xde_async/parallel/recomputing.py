@@ -12,13 +12,26 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from w5xde_async.errors import UsageError
+
+_WRITTEN = (
+    "what {0} is called with is written into in place, and --checkpoint-activations computes {0} from it once more; "
+    "write into a copy (inplace=False, x = x + y for x += y), or leave out --checkpoint-activations"
+)
 _Buffers = list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]]  # of each module, and what is in them
 
 
 def checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``forward`` of ``module``, keeping only what it is given, and the buffers."""
+    """``forward`` of ``module``, keeping only what it is given, and the buffers.
+
+    Raises UsageError, here or in backward, where something has been written into what it is given: the second pass
+    would begin with that, and backward be another function's.
+    """
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    versions = [tensor._version for tensor in tensors]
 
     def run(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return forward(*given, **named)
@@ -35,7 +48,27 @@ def checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **k
         for of in module.modules()
         if of._buffers
     ]
-    return checkpoint(run, args, kwargs, use_reentrant=False, context_fn=lambda: (nullcontext(), _with(before)))
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        for tensor, version in zip(tensors, versions, strict=True):
+            if tensor._version != version and not _is_repeatable(tensor):
+                raise UsageError(_WRITTEN.format(type(module).__name__))
+        with _with(before):
+            yield
+
+    result = checkpoint(run, args, kwargs, use_reentrant=False, context_fn=lambda: (nullcontext(), again()))
+    for number, tensor in enumerate(tensors):
+        if tensor._version != versions[number]:
+            if tensor._version != versions[number] + 1 or not _is_repeatable(tensor):
+                raise UsageError(_WRITTEN.format(type(module).__name__))
+            versions[number] = tensor._version
+    return result
+
+
+def _is_repeatable(written: Tensor) -> bool:
+    """Whether what was last written into a tensor is what it would become once more, as of ``ReLU(inplace=True)``."""
+    return type(written.grad_fn).__name__ in ("ReluBackward0", "HardtanhBackward0")
 
 
 def checkpoint_units(units: Iterable[nn.Module]) -> None:
