@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,6 +23,7 @@ from tests.support.programs import TRACEABLE
 
 from w5xde_async.cluster.worker_processes import LocalWorkers
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import ExitCode
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.telemetry.events import Bus, Event, StepCommitted, WorkerJoined
 from w5xde_async.updates.config import UpdateConfig
@@ -122,6 +124,15 @@ def test_an_island_has_the_digest_of_a_single_worker(start: Any, tmp_path: Path,
     island = worker(start, address, "--island", *shape.split())
     assert digest(program) == expected
     assert island.finish() == 0, "".join(island.text)
+
+
+def test_ranks_that_do_not_meet_are_lost_and_not_beyond_hope(start: Any, tmp_path: Path) -> None:
+    """Who starts them starts them again. Here somebody else has the port of the meeting."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        program = worker(start, "127.0.0.1:9", "--island", "dp=2", **place, MASTER_PORT=str(other.getsockname()[1]))
+        assert program.finish() == ExitCode.ISLAND_LOST, "".join(program.text)
+    assert "rank 0 leaves: the ranks did not meet" in "".join(program.text)
 
 
 @pytest.mark.timeout(150)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from w5xde_async.cluster import island_processes
 from w5xde_async.cluster.island_processes import IslandProcesses, Place
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import ExitCode
+from w5xde_async.errors import ExitCode, UsageError
 from w5xde_async.hub.members import roster
+from w5xde_async.parallel import group
 from w5xde_async.parallel.group import join_store, open_store
 from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.plan.shares import Share
@@ -84,6 +86,33 @@ def test_a_port_that_is_taken_is_given_with_who_listens_on_it() -> None:
         store = open_store("127.0.0.1", port, os.dup(listening.fileno()))
     join_store("127.0.0.1", port).set("key", "value")
     assert (store.port, store.get("key")) == (port, b"value")
+
+
+@pytest.mark.allow_leaks  # the store's threads end with it
+def test_a_rank_waits_for_one_that_does_not_come_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own groups have to be patient, and are so while they form."""
+    monkeypatch.setattr(group, "_MEETING", timedelta(milliseconds=10))
+    with pytest.raises(RuntimeError) as caught:
+        group.Group(open_store("127.0.0.1"), 0, 2)
+    assert group.is_rank_gone(caught.value)
+
+
+def test_a_rank_waits_for_connections_to_one_that_has_come_and_gone_for_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group, "_CONNECTING_S", 0.01)
+    gone = threading.Event()
+    with pytest.raises(RuntimeError, match="not all connected") as caught:
+        group._in_time(lambda: gone.wait(60) and None)
+    assert group.is_rank_gone(caught.value)
+    gone.set()
+    monkeypatch.setattr(group, "_CONNECTING_S", 60.0)
+    with pytest.raises(UsageError, match="another thread's"):
+        group._in_time(_refuse)
+
+
+def _refuse() -> None:
+    raise UsageError("another thread's")
 
 
 async def test_a_members_port_is_its_own_from_the_first_word_to_the_coordinator_on() -> None:

@@ -17,8 +17,10 @@ from __future__ import annotations
 import copy
 import os
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _PATIENCE = timedelta(days=365)
 LANES = 3  #: between two ranks
 _MEETING = timedelta(minutes=1)  # for all ranks to come
+_CONNECTING_S = 180.0  # and then for all connections: NCCL takes its time
 
 
 class Announcement(NamedTuple):
@@ -70,6 +73,28 @@ def is_rank_gone(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
+def _in_time(connect: Callable[[], None]) -> None:
+    """Call it. Raises what it raises, and DistError where it does not end in time.
+
+    A group waits for its connections as long as for its collectives, that is without end for a rank that has just gone.
+    """
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            connect()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="w5xde-connect", daemon=True)
+    thread.start()
+    thread.join(_CONNECTING_S)
+    if thread.is_alive():
+        raise dist.DistError(f"the ranks have met, and are not all connected after {_CONNECTING_S:.0f} s")
+    if raised:
+        raise raised[0]
+
+
 class Group:
     """One rank's end. There is one in a process, for ``torch.distributed`` has one default group."""
 
@@ -84,16 +109,24 @@ class Group:
     ) -> None:
         """Returns when all ranks are there. ``interface``: for the group's traffic (default: the loopback one).
 
-        Raises RuntimeError (torch's DistError and DistStoreError) where they do not come within a minute.
+        Raises RuntimeError (torch's DistError) where they do not come within a minute, or one goes before all are
+        connected; then this process cannot have another group.
         """
         self.rank, self.size, self.device = rank, size, torch.device(device)
         name = interface or loopback()
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        store.set(f"rank {rank}", "here")
+        store.wait([f"rank {number}" for number in range(size)], _MEETING)
+        _in_time(partial(self._connect, store))
+
+    def _connect(self, store: Any) -> None:
         on_cuda = self.device.type == "cuda"
         if on_cuda:
-            torch.cuda.set_device(self.device)
+            torch.cuda.set_device(self.device)  # each thread has its own
         dist.init_process_group(
-            "nccl" if on_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=_PATIENCE,
+            "nccl" if on_cuda else "gloo", store=store, rank=self.rank, world_size=self.size, timeout=_PATIENCE,
             device_id=self.device if on_cuda else None,
         )  # fmt: skip
         self._data: Any = None  # the default one

@@ -159,7 +159,16 @@ def _work(
             schedule=settings.pp_schedule, stages_at=[name.strip() for name in settings.pp_stages.split(",") if name],
             checkpoint_activations=settings.checkpoint_activations, compiles=config.compile,
         )  # fmt: skip
-        rank = _interruptibly(meeting, settings.exit_on_drain)
+        try:
+            rank = _interruptibly(meeting, settings.exit_on_drain)
+        except RuntimeError as error:
+            from w5xde_async.parallel.group import is_rank_gone
+
+            if not is_rank_gone(error):
+                raise
+            _tell_why(f"the ranks did not meet: {str(error).partition(chr(10))[0]}")
+            logging.shutdown()
+            os._exit(ExitCode.ISLAND_LOST)  # a thread may still wait for a rank that is gone
 
     async def work() -> int:
         worker = Worker(
@@ -243,7 +252,6 @@ def _work(
 
     async def work_as_rank() -> int:
         from w5xde_async.parallel.group import is_rank_gone
-        from w5xde_async.parallel.shape import WORD_FD
 
         code: int = ExitCode.ISLAND_LOST
         try:
@@ -252,11 +260,7 @@ def _work(
             code = error.exit_code
             logger.error("rank %s leaves: %s", os.environ["RANK"], error)
         except Exception as error:  # a link or another rank is gone: nothing of this group can go on
-            said = "another rank is gone" if is_rank_gone(error) else str(error).partition("\n")[0]
-            if WORD_FD in os.environ:  # who starts the island again says why
-                os.write(int(os.environ[WORD_FD]), said.encode()[:500])
-            else:
-                logger.warning("rank %s leaves: %s", os.environ["RANK"], said)
+            _tell_why("another rank is gone" if is_rank_gone(error) else str(error).partition("\n")[0])
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)  # a thread may wait for a rank that is gone, and Python's end would wait for it
@@ -280,6 +284,16 @@ async def _asked(leave: Callable[[str], None], cloud: str) -> AsyncIterator[None
         finally:
             if watching is not None:
                 watching.cancel()
+
+
+def _tell_why(said: str) -> None:
+    """Why this rank of an island ends: to who starts the island again, and says it; else in the log."""
+    from w5xde_async.parallel.shape import WORD_FD
+
+    if WORD_FD in os.environ:
+        os.write(int(os.environ[WORD_FD]), said.encode()[:500])
+    else:
+        logger.warning("rank %s leaves: %s", os.environ["RANK"], said)
 
 
 def _interruptibly(call: Callable[[], _T], exit_on_drain: int) -> _T:
