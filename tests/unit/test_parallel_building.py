@@ -183,6 +183,8 @@ def _named_stages(group: Group) -> None:
     for wrong, said in ((["blocks.1"] * group.size, "1 names|2 names"), (["b", "c"][: group.size - 1], "called 'b'")):
         with pytest.raises(UsageError, match=f"--pp-stages.*({said})"):
             island_engine(IslandShape("pp", group.size), traced, spec, group, stages_at=wrong)
+    with pytest.raises(UsageError, match=f"--pp-stages .* and --island fsdp={group.size} has none"):
+        island_engine(IslandShape("fsdp", group.size), traced, spec, group, stages_at=names)
 
 
 def _compiles(group: Group) -> None:

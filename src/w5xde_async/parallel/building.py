@@ -62,6 +62,8 @@ def island_engine(
             f"--island {shape}: these do not go together; fsdp=2,tp=2 does, and dp=2 with tp or with pp (fsdp=4 does "
             "what dp=2,fsdp=2 would, with less memory)"
         )
+    if stages_at and "pp" not in axes:
+        raise UsageError(f"--pp-stages says where the stages of pp begin, and --island {shape} has none: leave it out")
     inner = group
     across: Group | None = None
     if len(axes) > 1 and "dp" in axes:
