@@ -370,6 +370,25 @@ def _looked_at(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(x.to(first).to(first.device, first.dtype)), y)
 
 
+def _channels_last() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 2), nn.Flatten(), nn.Linear(4, 3)
+    ).to(memory_format=torch.channels_last)  # fmt: skip
+
+
+def _normalized() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 3))
+
+
+def _cannot_be_built(group: Group) -> None:
+    with pytest.raises(UsageError, match=r"parameter '1\.weight' does not lie in memory .*channels_last.*or use dp"):
+        _island(_of(_channels_last), group)
+    with pytest.raises(UsageError, match=r"buffer '0.*_u' is computed from parameters.*Job\(model=make\(\)\)"):
+        _island(_of(_normalized), group)
+    _alike(_of(_normalized()), group, (4, 4, 3))
+
+
 def _refuses(group: Group) -> None:
     for job, place in (
         (_of(Bypassing), "'blocks.0.layer.weight' is used outside of 'blocks.0'"),
@@ -395,11 +414,13 @@ CASES: dict[str, islands.Case] = {
     "transformer": _transformer, "half precision": _half, "reused in half precision": _reused_in_half,
     "accumulation": _accumulates, "checkpoints": _checkpoints, "metrics": _metrics, "sparse": _sparse, "errors": _fails,
     "shards": _divides, "refusals": _refuses, "skips": _skips, "consumes": _consumes,
-    "errors at once": _fails_at_once,
+    "errors at once": _fails_at_once, "cannot be built": _cannot_be_built,
 }  # fmt: skip
 
 #: Where it matters how many ranks there are: what is wrong with a job, and its precision, are each rank's own.
-OWN = {"half precision", "reused in half precision", "sparse", "errors", "errors at once", "refusals"}
+OWN = {
+    "half precision", "reused in half precision", "sparse", "errors", "errors at once", "refusals", "cannot be built",
+}  # fmt: skip
 SUMS = tuple(name for name in CASES if name not in OWN)
 
 

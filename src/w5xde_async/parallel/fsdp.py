@@ -461,7 +461,11 @@ class FsdpEngine:
         for index, entry in enumerate(self.layout.entries):
             if entry.role in ("mean", "max"):
                 if live[index].is_meta:
-                    raise UsageError(f"buffer {entry.name!r} is computed from parameters; register it by its own value")
+                    raise UsageError(
+                        f"buffer {entry.name!r} is computed from parameters (as spectral_norm's), which have no values "
+                        "while the model is built; give the job the model itself, Job(model=make()), or register the "
+                        "buffer by its own value"
+                    )
                 self._origin.append(live[index].detach().clone())
             else:
                 self._origin.append(self._state[index].detach())
@@ -620,9 +624,16 @@ class _Unit:
         self._spare: list[Tensor] = []  # for sums: fresh memory costs page faults
 
     def plan(self, parameters: Sequence[tuple[int, nn.Parameter]]) -> None:
-        """Its parameters by entry, whole, in the exchange's order. Raises UsageError for dtypes that do not mix."""
+        """Its parameters by entry, whole, in the exchange's order. Raises UsageError for dtypes that do not mix, and
+        for what does not lie in memory in the order of its axes."""
         size, rank = self._engine._group.size, self._engine._group.rank
         self._entries = [entry for entry, _ in parameters]
+        for entry, parameter in parameters:
+            if not parameter.is_contiguous():
+                raise UsageError(
+                    f"parameter {self._engine.layout.entries[entry].name!r} does not lie in memory in the order of its "
+                    "axes (channels_last?), and fully_shard takes no other; leave that out, or --job, or use dp"
+                )
         trainable = [(entry, parameter) for entry, parameter in parameters if parameter.requires_grad]
         dtypes = {parameter.dtype: self._engine.layout.entries[entry].name for entry, parameter in trainable}
         if len(dtypes) > 1:
