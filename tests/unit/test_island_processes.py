@@ -6,15 +6,18 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import jobs
+from tests.support import forking, jobs
 from tests.support.circle import Circle
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 
@@ -331,6 +334,37 @@ async def test_a_rank_that_is_stopped_is_found_by_who_has_started_it(
     island.leave("told")
     assert await running == ExitCode.DRAINED
     assert "reason=rank 1 has been stopped by a signal" in caplog.text
+
+
+ORPHAN = """
+import os, signal, subprocess, sys
+if len(sys.argv) == 1:
+    child = subprocess.Popen([sys.executable, __file__, "child"], stdin=subprocess.PIPE)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    os.kill(os.getpid(), signal.SIGKILL)
+from w5xde_async.worker.__main__ import _go_on_when_orphaned
+_go_on_when_orphaned()
+os.kill(os.getpid(), signal.SIGSTOP)
+sys.stdin.read()
+print("it leaves")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is not asked")
+def test_a_rank_that_is_stopped_goes_on_when_who_has_started_it_is_killed(tmp_path: Path) -> None:
+    """It would stay, with its memory, until somebody finds it: its standard input has ended, and it does not look."""
+    script = tmp_path / "orphan.py"
+    script.write_text(ORPHAN)
+    env = {**os.environ, "PYTHONPATH": forking.SEARCHED}
+    with subprocess.Popen([forking.PYTHON, str(script)], stdout=subprocess.PIPE, env=env, text=True,
+                          start_new_session=True) as process:  # fmt: skip
+        try:
+            said, _ = process.communicate(timeout=30)  # the orphan has the pipe too
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert said == "it leaves\n"
 
 
 def test_a_rank_that_stands_for_moments_is_left_alone() -> None:

@@ -6,10 +6,12 @@ The job is loaded as this machine finds it: file names are relative to the curre
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -37,6 +39,7 @@ _T = TypeVar("_T")
 _loaded: tuple[str, Job] | None = None  # by ``_prestarted``: from where, and the job
 _PARTING_S = 1.0  # for the last message to be sent
 _WARNINGS = ("SIGUSR1",)  # Slurm and LSF send it some time before the end
+_PR_SET_PDEATHSIG = 1
 _LEVELS = {"silent": logging.WARNING, "normal": logging.INFO, "verbose": logging.DEBUG}
 
 
@@ -154,6 +157,7 @@ def _work(
         if device == "auto" and torch.cuda.is_available():
             device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         config = replace(config, device=device)
+        _go_on_when_orphaned()
         meeting = partial(
             join_group, shape, choose_device(device), os.environ, settings.island_interface or "",
             schedule=settings.pp_schedule, stages_at=[name.strip() for name in settings.pp_stages.split(",") if name],
@@ -284,6 +288,14 @@ async def _asked(leave: Callable[[str], None], cloud: str) -> AsyncIterator[None
         finally:
             if watching is not None:
                 watching.cancel()
+
+
+def _go_on_when_orphaned() -> None:
+    """On Linux, have this process go on where it is stopped (SIGSTOP) when its parent dies: it then reads the end of
+    its standard input, and leaves. Called in the main thread, whose setting it is."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # a C library of another kind
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT))
 
 
 def _tell_why(said: str) -> None:
