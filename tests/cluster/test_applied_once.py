@@ -134,7 +134,7 @@ async def test_a_step_that_two_workers_find_unusual_counts() -> None:
     """It is over the gate's bound whoever computes it: then nobody is at fault, and it counts, scaled down."""
 
     def unusual(output: Tensor, target: Tensor) -> Tensor:
-        return -(output * (1 + 2 * (target // BATCH == 25))).mean()
+        return -(output * (1 + 9 * (target // BATCH == 25))).mean()
 
     events: list[Event] = []
     await train(

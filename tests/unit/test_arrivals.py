@@ -108,6 +108,7 @@ async def test_a_revoked_one_holds_up_nobody(bench: Bench) -> None:
     assert bench.arrivals.revoke(2)
     assert [item[0] for item in bench.out] == [3]
     assert not bench.arrivals.revoke(3)
+    await bench.arrivals.aclose()
 
 
 async def test_a_revoked_one_is_answered_when_nothing_is_read_for_it_any_more(bench: Bench) -> None:
@@ -142,6 +143,7 @@ async def test_hanging_reads_are_few(bench: Bench) -> None:
         await asyncio.sleep(0)
     with pytest.raises(MalformedFrame, match="leases at once"):
         await bench.come(MOST_LEASES)
+    await bench.arrivals.aclose()
 
 
 async def test_what_there_is_no_room_for_is_asked_for() -> None:
