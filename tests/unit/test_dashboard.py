@@ -131,6 +131,8 @@ def test_waiting_after_a_step_is_waiting():
     assert (status_of(view)["state"], status_of(view)["waits_for"]) == ("waiting", "no workers")
     view(committed(2))
     assert status_of(view)["state"] == "running"
+    view(FINISHED)
+    assert (status_of(view)["state"], status_of(view)["waits_for"]) == ("finished", "")  # for nothing any more
 
 
 def test_who_fails_while_it_joins_is_forgotten():

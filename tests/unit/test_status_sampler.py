@@ -31,7 +31,16 @@ from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.plan.strategy_choice import Choice
 from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.dashboard.view import View
-from w5xde_async.telemetry.events import Bus, Event, MemoryUsed, RunReported, StepCommitted, Warned, WorkerReported
+from w5xde_async.telemetry.events import (
+    Bus,
+    Event,
+    MemoryUsed,
+    RunFinished,
+    RunReported,
+    StepCommitted,
+    Warned,
+    WorkerReported,
+)
 from w5xde_async.telemetry.memory import MemoryReport, host_bytes
 from w5xde_async.telemetry.metrics import Metrics
 from w5xde_async.telemetry.progress import Progress, ProgressConfig
@@ -277,6 +286,36 @@ def test_why_a_worker_waits():
 
 def reports(events: list[Any]) -> list[WorkerReported]:
     return [event for event in events if isinstance(event, WorkerReported)]
+
+
+async def test_the_last_look_is_the_end():
+    """What page, metrics and trackers hold when a run is over is what its summary says, however short it was."""
+    found: list[Any] = []
+    bus, view, metrics = Bus(), View(), Metrics()
+    for subscriber in (found.append, view, metrics):
+        bus.subscribe(subscriber, samples=True)
+    config = settings(max_steps=3)
+    async with Coordinator(mlp_sgd(), config=config, bus=bus) as coordinator:
+        working = asyncio.create_task(Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER).run())
+        await coordinator.wait()
+        await working
+    reports = [event for event in found if isinstance(event, RunReported)]
+    (end,) = [event for event in found if isinstance(event, RunFinished)]
+    names = ("step", "samples", "leaves", "leaves_in_vain", "bytes_sent", "bytes_received", "leases_stale")
+    assert [getattr(reports[-1], name) for name in names] == [getattr(end, name) for name in names]
+    assert end.leaves > 0
+    assert f'w5xde_leaves_total{{outcome="applied"}} {float(end.leaves)}' in metrics.text().decode()
+    (worker,), (share,) = view.workers(), end.shares
+    assert [worker[name] for name in ("leaves", "samples", "compute_s")] == [
+        share.leaves,
+        share.samples,
+        share.compute_s,
+    ]
+    status: Any = view.snapshot()["status"]
+    assert [status[name] for name in ("state", "waits_for", "samples")] == ["finished", "", end.samples]
+    view.update()
+    rows: Any = view.snapshot()["series"]
+    assert rows["rows"][-1][rows["columns"].index("num_workers")] == 1  # who has computed these steps, not who is left
 
 
 async def test_every_rule_is_reported():

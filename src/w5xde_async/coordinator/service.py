@@ -499,6 +499,7 @@ class Coordinator:
                 ending = Shutdown(
                     prepared, run, self.bus, self._deadline, self._recorder,
                     elapsed=lambda: self._runtime.clock() - self._began, stopped=self._stopped,
+                    look=lambda: self._outputs.look(self._runtime.clock()),
                 )  # fmt: skip
                 try:
                     result = await ending.finish(failure, self._stop_reason, say_goodbye=say_goodbye)

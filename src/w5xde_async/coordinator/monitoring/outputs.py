@@ -87,6 +87,11 @@ class Outputs:
         if self._sampler is not None:
             self._sampler.tick(now)
 
+    def look(self, now: float) -> None:
+        """At once, for the end: what was seen last is what remains."""
+        if self._sampler is not None:
+            self._sampler.look(now)
+
     async def aclose(self) -> None:
         """Let viewers and trackers have the end of the run, then go. Calling it twice is fine."""
         for leave in self._leave:

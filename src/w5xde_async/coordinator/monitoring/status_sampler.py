@@ -69,7 +69,12 @@ class StatusSampler:
         """Look, where somebody wants to know and the last look is long enough ago."""
         self._weigh(now)
         seconds = now - self._last
-        if not self._bus.sampled or seconds < 0.9 * self._interval_s:
+        if seconds >= 0.9 * self._interval_s:
+            self.look(now)
+
+    def look(self, now: float) -> None:
+        """Look, where somebody wants to know, however long ago the last look was."""
+        if not self._bus.sampled:
             return
         self._last = now
         roster, bus = self._training.roster, self._bus

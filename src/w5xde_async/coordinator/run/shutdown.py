@@ -76,11 +76,12 @@ class Shutdown:
 
     def __init__(
         self, prepared: Prepared, run: Run, bus: Bus, deadline: ShutdownDeadline, recorder: Recorder | None,
-        elapsed: Callable[[], float], stopped: asyncio.Event,
+        elapsed: Callable[[], float], stopped: asyncio.Event, look: Callable[[], None],
     ) -> None:  # fmt: skip
-        """``elapsed``: seconds since the run began. ``stopped`` is set once a stop is asked for."""
+        """``elapsed``: seconds since the run began. ``stopped`` is set once a stop is asked for. ``look`` publishes how
+        the run and its members stand."""
         self._prepared, self._run, self._bus, self._deadline = prepared, run, bus, deadline
-        self._recorder, self._elapsed, self._stopped = recorder, elapsed, stopped
+        self._recorder, self._elapsed, self._stopped, self._look = recorder, elapsed, stopped, look
 
     async def finish(
         self, failure: BaseException | None, stopped: str, *, say_goodbye: Callable[[ByeCode, str], Awaitable[None]]
@@ -104,6 +105,7 @@ class Shutdown:
         else:  # after a failure of the disk another may go on, or this one again
             code = ByeCode.STOPPING if isinstance(problem, StoreError) else ByeCode.FAILED
         said = str(problem) if problem is not None else reason
+        self._look()  # while there are members
         await say_goodbye(code, said.splitlines()[0][:300] if said else f"the run is {outcome}")
         if not finished:
             await self._save()
@@ -113,6 +115,7 @@ class Shutdown:
         await gone(training)
         digest = await training.aggregator.submit(spec.state.digest)
         metrics_path, plot_path = await self._draw(failed)
+        self._look()  # the same figures as in RunFinished
         seconds = self._elapsed()
         contributions = training.roster.contributions
         sent, received = contributions.traffic(training.roster.sessions.values())

@@ -155,7 +155,7 @@ class View:
                 self.log("warning", event.text)
             case events.RunFinished():
                 self._finished, self._running = plain_fields(event), False
-                self._status |= {"state": event.outcome, "reason": wording.clean(event.reason)}
+                self._status |= {"state": event.outcome, "reason": wording.clean(event.reason), "waits_for": ""}
                 level = "info" if event.outcome == "finished" else "warning"
                 self.log(level, f"{event.outcome} {event.reason}".strip())
 
@@ -303,7 +303,8 @@ class View:
         losses = self._losses
         leaves, in_vain = self._leaves - self._leaves_before, self._in_vain - self._in_vain_before
         self._leaves_before, self._in_vain_before = self._leaves, self._in_vain
-        workers = self._status.get("num_workers", step.num_workers)
+        # The last report counts those of now: whoever computed these steps may have left since.
+        workers = step.num_workers if self._steps else self._status.get("num_workers", step.num_workers)
         row: Row = (
             step.step,
             round(now, 2),
