@@ -6,12 +6,13 @@ import logging
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.events import FINISHED, STARTED, committed
+from tests.support.events import FINISHED, STARTED, committed, run_reported
 
 from w5xde_async.errors import UsageError
 from w5xde_async.telemetry import trackers
@@ -109,6 +110,67 @@ def test_one_that_hangs_costs_the_run_nothing(monkeypatch: pytest.MonkeyPatch, t
     tracking(FINISHED)
     tracking.close()
     assert Slow.said[-1] in ("finished", "stopped")
+
+
+def test_one_that_hangs_is_named_and_left_out_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    entered, go_on, clock = threading.Event(), threading.Event(), Clock()
+
+    class Hanging(Kept):
+        extra = "hanging"
+
+        def log(self, step: int, values: Any) -> None:
+            entered.set()
+            go_on.wait(60)
+            self.said.append(step)
+
+    use(monkeypatch, kept=Kept, hanging=Hanging)
+    monkeypatch.setattr(trackers, "_CLOSE_S", 50.0)  # longer than this test may take, by whom it is waited for
+    tracking = Tracking(["hanging", "kept"], tmp_path, interval_s=0.0, clock=clock)
+    tracking(STARTED)
+    tracking(committed(1))
+    assert entered.wait(60)
+    clock.now = 299.0
+    tracking(run_reported())
+    assert caplog.messages == []  # these packages try again for minutes
+    clock.now = 301.0
+    for step in (2, 3):
+        tracking(run_reported())
+        tracking(committed(step))
+    tracking(FINISHED)
+    began = time.monotonic()
+    tracking.close()
+    assert time.monotonic() - began < 25.0
+    assert caplog.messages == ["tracker left out name=hanging error=it hangs, for 300 s now"]
+    assert [entry[0] for entry in Kept.said[1:-1]] == [1, 2, 3]
+    assert Kept.said[-1] == "finished"
+    go_on.set()
+    tracking._lanes[0]._thread.join(60)
+    assert Hanging.said[1:] == [1]  # where it comes back, it is told nothing more
+
+
+def test_one_that_does_not_end_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    go_on = threading.Event()
+
+    class Hanging(Kept):
+        extra = "hanging"
+
+        def end(self, outcome: str) -> None:
+            go_on.wait(60)
+
+    use(monkeypatch, kept=Kept, hanging=Hanging)
+    monkeypatch.setattr(trackers, "_CLOSE_S", 0.2)
+    tracking = Tracking(["hanging"], tmp_path)
+    tracking(STARTED)
+    tracking(FINISHED)
+    tracking.close()
+    tracking.close()  # once is enough
+    assert caplog.messages == ["tracker left out name=hanging error=it did not end within 0 s"]
+    go_on.set()
+    tracking._lanes[0]._thread.join(60)
 
 
 def test_a_name_that_is_none(tmp_path: Path):

@@ -1,10 +1,10 @@
 """The run for experiment trackers: ``--tracker tensorboard,mlflow:URI``.
 
-Rows go through a bounded queue to one thread that talks to the trackers; what they cannot take is counted and left
-out, never waited for. Fast steps share a row: at most one every ``interval_s``, with the mean of their losses. A
-tracker that is not installed or that fails is named once and left out; the run goes on. Nothing leaves this machine
-unless the target says so: wandb writes offline, mlflow and trackio write files, and what these packages would tell
-their makers is switched off.
+Rows go through a bounded queue to a thread for each tracker; what it cannot take is counted and left out, never waited
+for. Fast steps share a row: at most one every ``interval_s``, with the mean of their losses. A tracker that is not
+installed, that fails or that hangs is named once and left out; the run and the other trackers go on. Nothing leaves
+this machine unless the target says so: wandb writes offline, mlflow and trackio write files, and what these packages
+would tell their makers is switched off.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,14 +30,15 @@ from w5xde_async.users_code import users_code
 logger = logging.getLogger(__name__)
 
 _CAPACITY = 4096
-_CLOSE_S = 30.0  # a tracker may take so long for its last words
+_CLOSE_S = 30.0  # trackers may take so long for their last words
+_HANGS_S = 300.0  # one that has taken so long for one call hangs: these packages try again by themselves for minutes
 
 Config = dict[str, object]
 Values = Mapping[str, float]
 
 
 class Tracker(ABC):
-    """One tracker. Every method runs on the tracking thread and may block; one that raises ends this tracker."""
+    """One tracker. Every method runs on a thread of its own and may block; one that raises ends this tracker."""
 
     package: ClassVar[str]  #: what is imported
     extra: ClassVar[str]  #: of this project, that installs it
@@ -172,6 +173,95 @@ class _Row(NamedTuple):
     values: Values
 
 
+class _Lane:
+    """The way to one tracker: a queue and a thread, so that whatever it does the others go on."""
+
+    def __init__(self, tracker: Tracker, clock: Callable[[], float]) -> None:
+        self._tracker, self._clock = tracker, clock
+        self.dropped = 0  #: rows that it was too slow for
+        self.left_out = False  #: it has failed or hangs
+        self._queue: queue.Queue[RunStarted | _Row | str] = queue.Queue(_CAPACITY)
+        self._since: float | None = None  # when the call under way began
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=f"w5xde-tracker-{tracker.extra}", daemon=True)
+        self._thread.start()
+
+    def put(self, item: RunStarted | _Row | str) -> None:
+        """Bring it a row, the run's beginning or its outcome, which ends the thread. Never waits."""
+        if self.left_out:
+            return
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:
+            self.dropped += 1
+
+    def look(self, now: float) -> None:
+        """Leave it out where it hangs."""
+        since = self._since
+        if since is not None and now - since >= _HANGS_S:
+            self._leave_out(f"it hangs, for {_HANGS_S:.0f} s now")
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        self._closed = True
+        self.put("stopped")  # ends the thread where no RunFinished did
+
+    def wait(self, seconds: float) -> None:
+        """For its last words. Blocking."""
+        if not self.left_out:
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                self._leave_out(f"it did not end within {_CLOSE_S:.0f} s")
+
+    def _leave_out(self, reason: str) -> None:
+        if not self.left_out:
+            self.left_out = True
+            logger.warning("tracker left out name=%s error=%s", self._tracker.extra, reason)
+
+    # -- the thread ----------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        tracker, begun, outcome = self._tracker, False, ""
+        while not outcome and not self.left_out:
+            try:
+                item = self._queue.get(timeout=1.0)
+            except queue.Empty:
+                outcome = "stopped" if self._closed else ""
+                continue
+            if isinstance(item, str):
+                outcome = item
+            elif isinstance(item, RunStarted):
+                self._call(partial(_begin, tracker, item))
+                begun = True
+            elif begun:
+                values = {key: value for key, value in item.values.items() if math.isfinite(value)}
+                self._call(partial(tracker.log, item.step, values))
+        if begun and not self.left_out:
+            self._call(partial(tracker.end, outcome))
+        if self.dropped and not self.left_out:
+            logger.warning("tracker was too slow name=%s rows_left_out=%d", tracker.extra, self.dropped)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        self._since = self._clock()
+        try:
+            with users_code():
+                call()
+        except ImportError:
+            package, extra = self._tracker.package, self._tracker.extra
+            logger.warning("no %s: it is not installed (pip install 'w5xde-async[%s]')", package, extra)
+            self.left_out = True
+        except Exception as error:
+            self._leave_out(f"{type(error).__name__}: {error}")
+        finally:
+            self._since = None
+
+
+def _begin(tracker: Tracker, run: RunStarted) -> None:
+    for name, value in tracker.quiet.items():
+        os.environ.setdefault(name, value)
+    tracker.begin(run.run_name, plain_fields(run, omit=SECRETS))
+
+
 class Tracking:
     """A subscriber (``samples=True``) that brings the run to ``names``. ``close`` is blocking."""
 
@@ -182,17 +272,18 @@ class Tracking:
         """Raises UsageError for a name that is no tracker's."""
         check_trackers(names)
         self._interval_s, self._clock = interval_s, clock
-        self._trackers = [TRACKERS[name](folder, target) for name, _, target in (text.partition(":") for text in names)]
-        self._queue: queue.Queue[RunStarted | _Row | str] = queue.Queue(_CAPACITY)
-        self.dropped = 0  #: rows that the trackers were too slow for
+        parts = [text.partition(":") for text in names]
+        self._lanes = [_Lane(TRACKERS[name](folder, target), clock) for name, _, target in parts]
         self._row_at = -math.inf
         self._losses: list[float] = []
         self._samples, self._since = 0, clock()
         self._last: StepCommitted | None = None
-        self._closed = False
         self._report: RunReported | None = None
-        self._thread = threading.Thread(target=self._work, name="w5xde-trackers", daemon=True)
-        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Rows that trackers were too slow for."""
+        return sum(lane.dropped for lane in self._lanes)
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -200,6 +291,8 @@ class Tracking:
                 self._committed(event)
             case RunReported():
                 self._report = event
+                for lane in self._lanes:
+                    lane.look(self._clock())
             case Evaluated():
                 self._put(_Row(event.step, {f"evaluated/{key}": value for key, value in event.metrics.items()}))
             case RunStarted():
@@ -211,11 +304,11 @@ class Tracking:
 
     def close(self) -> None:
         """Wait for the trackers' last words, but not for ever. Blocking; calling it twice is fine."""
-        self._closed = True
-        self._put("stopped")  # ends the thread where no RunFinished did
-        self._thread.join(_CLOSE_S)
-        if self._thread.is_alive():
-            logger.warning("trackers did not end within %.0f s", _CLOSE_S)
+        for lane in self._lanes:
+            lane.close()
+        ends = time.monotonic() + _CLOSE_S
+        for lane in self._lanes:
+            lane.wait(max(ends - time.monotonic(), 0.0))
 
     def _committed(self, event: StepCommitted) -> None:
         self._losses.append(event.loss)
@@ -241,54 +334,5 @@ class Tracking:
         self._put(_Row(event.step, values))
 
     def _put(self, item: RunStarted | _Row | str) -> None:
-        try:
-            self._queue.put_nowait(item)
-        except queue.Full:
-            self.dropped += 1
-
-    # -- the thread ----------------------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        begun, outcome = False, ""
-        while not outcome:
-            try:
-                item = self._queue.get(timeout=1.0)
-            except queue.Empty:
-                outcome = "stopped" if self._closed else ""
-                continue
-            if isinstance(item, str):
-                outcome = item
-            elif isinstance(item, RunStarted):
-                self._begin(item)
-                begun = True
-            elif begun:
-                values = {key: value for key, value in item.values.items() if math.isfinite(value)}
-                self._each(methodcaller("log", item.step, values))
-        if begun:
-            self._each(methodcaller("end", outcome))
-        if self.dropped:
-            logger.warning("trackers were too slow rows_left_out=%d", self.dropped)
-
-    def _begin(self, run: RunStarted) -> None:
-        config = plain_fields(run, omit=SECRETS)
-
-        def begin(tracker: Tracker) -> None:
-            for name, value in tracker.quiet.items():
-                os.environ.setdefault(name, value)
-            tracker.begin(run.run_name, config)
-
-        self._each(begin)
-
-    def _each(self, call: Callable[[Tracker], None]) -> None:
-        for tracker in tuple(self._trackers):
-            try:
-                with users_code():
-                    call(tracker)
-            except ImportError:
-                logger.warning(
-                    "no %s: it is not installed (pip install 'w5xde-async[%s]')", tracker.package, tracker.extra
-                )
-                self._trackers.remove(tracker)
-            except Exception as error:
-                logger.warning("tracker left out name=%s error=%s: %s", tracker.extra, type(error).__name__, error)
-                self._trackers.remove(tracker)
+        for lane in self._lanes:
+            lane.put(item)
