@@ -500,6 +500,50 @@ async def test_a_connection_that_says_nothing_is_closed():
         assert (await ask(dashboard, "/health"))[0] == 200
 
 
+@pytest.mark.both_loops
+@pytest.mark.parametrize("token", ["", "hush"])
+@pytest.mark.parametrize("asked", [b"", b"GET / HTTP/1.1\r\nhost: evil\r\n\r\n"], ids=["silent", "refused"])
+async def test_connections_that_want_nothing_keep_nobody_out(token: str, asked: bytes, monkeypatch: pytest.MonkeyPatch):
+    """Whoever reaches the port can open as many as he likes; /health is what Kubernetes ends a pod by."""
+    monkeypatch.setattr("w5xde_async.telemetry.dashboard.connections.MOST_IDLE", 160)
+    async with served(token) as (dashboard, _):
+        reader, viewer = await asyncio.open_connection("127.0.0.1", dashboard.port)
+        bearer = f"host: localhost\r\nauthorization: Bearer {token}\r\n\r\n"
+        viewer.write(f"GET /events HTTP/1.1\r\n{bearer}".encode())
+        await reader.readuntil(b"event: snapshot")
+        idle = []
+        for _ in range(200):
+            one = await asyncio.open_connection("127.0.0.1", dashboard.port)
+            one[1].write(asked)
+            if asked:
+                assert (await one[0].readuntil(b"\r\n\r\n")).split()[1] in (b"401", b"403")
+            idle.append(one)
+        assert (await ask(dashboard, "/health"))[0] == 200
+        assert (await ask(dashboard, "/api/v1/status", authorization=f"Bearer {token}"))[0] == 200
+        server = dashboard._server
+        assert server is not None
+        assert len(server.server_state.connections) <= 162
+        await asyncio.wait_for(idle[0][0].read(), 20)  # the oldest had to go
+        assert dashboard.feed.num_viewers == 1  # it has something under way
+        for _, writer in (*idle, (reader, viewer)):
+            writer.transport.abort()
+
+
+async def test_under_any_load_health_is_answered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("w5xde_async.telemetry.dashboard.server._MOST_REQUESTS", 4)
+    async with served() as (dashboard, _):
+        viewers = []
+        for _ in range(4):
+            reader, writer = await asyncio.open_connection("127.0.0.1", dashboard.port)
+            writer.write(b"GET /events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            await reader.readuntil(b"event: snapshot")
+            viewers.append(writer)
+        assert (await ask(dashboard, "/api/v1/status"))[0] == 503
+        assert (await ask(dashboard, "/health"))[0] == 200
+        for writer in viewers:
+            writer.transport.abort()
+
+
 async def test_viewers_that_read_nothing_cost_little_and_delay_nobody():
     """200 of them; one byte now and then is as good as none."""
     async with served() as (dashboard, view):

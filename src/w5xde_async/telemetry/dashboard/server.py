@@ -24,14 +24,18 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from w5xde_async.telemetry.dashboard.access import Access
+from w5xde_async.telemetry.dashboard.connections import Connection, State
 from w5xde_async.telemetry.dashboard.feed import Feed
 from w5xde_async.telemetry.dashboard.view import View
 from w5xde_async.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+_BACKLOG = 128  # accepted in one turn of the loop: fewer than may be idle, so each is heard before it is the oldest
+_MOST_REQUESTS = 512  # under way at a time
 _FLUSH_S = 0.5
 _SILENT_S = 10.0
 _LEAST_TAKEN = 1 << 16  # bytes that a viewer takes in that time of what waits for it
@@ -45,6 +49,10 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.server_state = State()
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield  # signals belong to whoever runs the loop
@@ -86,10 +94,10 @@ class Dashboard:
         loop = asyncio.get_running_loop()
         self._static = await loop.run_in_executor(None, _read_static)
         sock = await self._listen(loop)
-        app = Access(self._app(), token=self._token, host=self.host, secure=self._ssl is not None)
+        app: ASGIApp = Access(self._app(), token=self._token, host=self.host, secure=self._ssl is not None)
         config = uvicorn.Config(
-            app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-            timeout_graceful_shutdown=1, timeout_keep_alive=20, limit_concurrency=512,
+            self._within_limit(app), http=Connection, ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, timeout_graceful_shutdown=1, timeout_keep_alive=20, backlog=_BACKLOG,
         )  # fmt: skip
         config.load()
         config.ssl = self._ssl
@@ -113,7 +121,7 @@ class Dashboard:
         found = await loop.getaddrinfo(self.host or None, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, (host, *_) = found[0]
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        listen = partial(socket.create_server, family=family, backlog=128, dualstack_ipv6=both)
+        listen = partial(socket.create_server, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         try:
             sock = listen((host, self.port))  # who comes from now on waits until it is served
         except OSError as error:
@@ -162,6 +170,19 @@ class Dashboard:
                 self._idle[connection] = known, since
             elif transport is not None:
                 transport.abort()
+
+    def _within_limit(self, app: ASGIApp) -> ASGIApp:
+        """Beyond so many requests under way only ``/health`` is answered: who asks that may end this process."""
+
+        async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+            server = self._server
+            busy = server is not None and len(server.server_state.tasks) > _MOST_REQUESTS
+            if busy and scope["path"] != "/health":
+                await PlainTextResponse("too many requests\n", 503, {"retry-after": "10"})(scope, receive, send)
+            else:
+                await app(scope, receive, send)
+
+        return limited
 
     # -- what it answers -----------------------------------------------------------------------------------
 

@@ -1,0 +1,82 @@
+"""The dashboard's connections: those with nothing under way make room for others, so that nobody is kept out by them.
+
+Whoever can reach the port can open connections and say nothing, without any token. Beyond ``MOST_IDLE`` of them the
+oldest is closed, of the address that has most: a viewer or a probe of another address loses none by it, and one of the
+same address has asked long before it is the oldest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+MOST_IDLE = 512
+
+
+class Idle:
+    """Connections without a request under way, each address's in the order in which they became so."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, dict[Connection, None]] = {}
+        self._number = 0
+
+    def add(self, connection: Connection) -> None:
+        """From now on it may be closed for others; the one whose turn it is, is closed at once."""
+        self.discard(connection)
+        self._hosts.setdefault(connection.host, {})[connection] = None
+        self._number += 1
+        if self._number > MOST_IDLE:
+            crowd = max(self._hosts, key=lambda host: len(self._hosts[host]))
+            oldest = next(iter(self._hosts[crowd]))
+            self.discard(oldest)
+            oldest.transport.abort()
+
+    def discard(self, connection: Connection) -> None:
+        """It has a request under way, or is gone. Calling it twice is fine."""
+        known = self._hosts.get(connection.host, {})
+        if connection in known:
+            del known[connection]
+            self._number -= 1
+            if not known:
+                del self._hosts[connection.host]
+
+
+class State(ServerState):
+    """What all connections of one server share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = Idle()
+
+
+class Connection(H11Protocol):
+    """One connection; its server's state is a ``State``."""
+
+    host = ""  #: the peer's address, without its port
+
+    @property
+    def _idle(self) -> Idle:
+        return cast(State, self.server_state).idle
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override, unused-ignore]
+        super().connection_made(transport)
+        peer: Any = transport.get_extra_info("peername")
+        self.host = str(peer[0]) if isinstance(peer, tuple) else ""
+        self._idle.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._idle.discard(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._idle.discard(self)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # which may have begun the next request
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._idle.add(self)
