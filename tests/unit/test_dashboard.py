@@ -529,6 +529,23 @@ async def test_connections_that_want_nothing_keep_nobody_out(token: str, asked: 
             writer.transport.abort()
 
 
+async def test_what_is_no_request_writes_no_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """Nobody needs a token for it; a fault of our own is still said."""
+    caplog.set_level(logging.DEBUG)
+    async with served() as (dashboard, view):
+        upgrade = b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close, upgrade\r\nupgrade: websocket\r\n\r\n"
+        for sent, status in ((b"garbage\r\n\r\n", b"400"), (upgrade, b"200")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", dashboard.port)
+            writer.write(sent)
+            assert (await reader.read()).split()[1] == status
+            writer.close()
+            await writer.wait_closed()
+        assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+        monkeypatch.setattr(view, "snapshot", lambda: 1 / 0)
+        assert (await ask(dashboard, "/api/v1/status"))[0] == 500
+        assert "ZeroDivisionError" in caplog.text
+
+
 async def test_under_any_load_health_is_answered(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("w5xde_async.telemetry.dashboard.server._MOST_REQUESTS", 4)
     async with served() as (dashboard, _):

@@ -8,12 +8,17 @@ same address has asked long before it is the oldest.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 MOST_IDLE = 512
+
+# uvicorn warns of every request that is none, which anybody may send without a token: those lines would have no end.
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.ERROR)
 
 
 class Idle:
@@ -56,6 +61,11 @@ class Connection(H11Protocol):
     """One connection; its server's state is a ``State``."""
 
     host = ""  #: the peer's address, without its port
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As uvicorn makes it."""
+        super().__init__(*args, **kwargs)
+        self.logger = logger
 
     @property
     def _idle(self) -> Idle:
