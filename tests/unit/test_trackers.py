@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tests.support.events import FINISHED, STARTED, committed, run_reported
 
+from w5xde_async.coordinator.monitoring.config import MonitoringConfig
 from w5xde_async.errors import UsageError
 from w5xde_async.telemetry import trackers
 from w5xde_async.telemetry.events import Evaluated
@@ -176,6 +177,29 @@ def test_one_that_does_not_end_is_named(
 def test_a_name_that_is_none(tmp_path: Path):
     with pytest.raises(UsageError, match="there is no tracker 'tensorbord'"):
         Tracking(["tensorbord"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "refused"),
+    [
+        ("mlflow:http://user:hunter2@host:5000", True),
+        ("mlflow:https://hunter2@host", True),  # a token
+        ("mlflow:postgresql://user:hunter2@host/db", True),
+        ("mlflow:postgresql://user@host/db", False),  # it asks for the password elsewhere
+        ("mlflow:http://host:5000/a@b", False),
+        ("mlflow:file:///runs/a:b@c", False),
+        ("tensorboard:runs/a:b@c", False),
+    ],
+)
+def test_a_password_in_a_target_is_refused_and_not_repeated(target: str, refused: bool):
+    """Settings are kept in config.toml and shown on the dashboard, and others can read a command's arguments."""
+    if not refused:
+        assert MonitoringConfig(trackers=("wandb", target)).trackers == ("wandb", target)
+        return
+    with pytest.raises(UsageError, match="--tracker: mlflow's target holds a password") as error:
+        MonitoringConfig(trackers=("wandb", target))
+    assert "MLFLOW_TRACKING_PASSWORD" in str(error.value)
+    assert "hunter2" not in str(error.value)
 
 
 def test_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -162,10 +162,21 @@ TRACKERS: Mapping[str, type[Tracker]] = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises UsageError for a name that is no tracker's."""
-    for name in names:
-        if name.partition(":")[0] not in TRACKERS:
-            raise UsageError(f"there is no tracker {name!r}; give one of {', '.join(TRACKERS)}")
+    """Raises UsageError for a name that is no tracker's, and for a target with a password, which settings must not hold.
+
+    They are kept in ``config.toml`` and shown on the dashboard.
+    """
+    for text in names:
+        name, _, target = text.partition(":")
+        if name not in TRACKERS:
+            raise UsageError(f"there is no tracker {text!r}; give one of {', '.join(TRACKERS)}")
+        scheme, _, rest = target.partition("://")
+        user = rest.partition("/")[0].rpartition("@")[0]
+        if ":" in user or (user and scheme in ("http", "https")):  # to a server, a user's name may be a token
+            raise UsageError(
+                f"--tracker: {name}'s target holds a password, and settings are shown; of a server set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, of a database what its client reads (PGPASSWORD)"
+            )
 
 
 class _Row(NamedTuple):
@@ -269,7 +280,7 @@ class Tracking:
         self, names: Sequence[str], folder: Path, *, interval_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """Raises UsageError for a name that is no tracker's."""
+        """Raises UsageError as ``check_trackers``."""
         check_trackers(names)
         self._interval_s, self._clock = interval_s, clock
         parts = [text.partition(":") for text in names]

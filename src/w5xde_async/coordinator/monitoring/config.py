@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from w5xde_async.config import Config, Kind, setting, text
 from w5xde_async.net.endpoint import parse_address
-from w5xde_async.telemetry.trackers import TRACKERS
+from w5xde_async.telemetry.trackers import TRACKERS, check_trackers
 
 _NAMES = Kind(
     f"one text of trackers with commas between them: {', '.join(TRACKERS)}", "NAMES",
@@ -30,5 +30,6 @@ class MonitoringConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_trackers(self.trackers)
         if self.dashboard:
             parse_address(self.dashboard, place="--dashboard-address", listens=True)
