@@ -1,7 +1,7 @@
 """``python -m w5xde_async.status``: a running coordinator as a table in the terminal, once or live.
 
 It asks the dashboard, found by its address or by the run directory, and needs neither torch nor the job. Exit codes are
-those of the other programs: 2 wrong usage, 3 nobody answers, 4 the token or the certificate is wrong.
+those of the other programs: 2 wrong usage, 3 nobody answers, or not that run, 4 the token or the certificate is wrong.
 """
 
 from __future__ import annotations
@@ -63,6 +63,12 @@ class _Denied(W5xdeError):
     exit_code = ExitCode.AUTHENTICATION
 
 
+class _NotRunning(W5xdeError):
+    """Another run is where the run directory says that its own is: that one was killed, and its port taken."""
+
+    exit_code = ExitCode.UNREACHABLE
+
+
 def parser(prog: str) -> argparse.ArgumentParser:
     """Of the command line; its ``parse_args`` raises UsageError."""
     parser = Parser(prog=prog, description=(__doc__ or "").split("\n\n")[0].split(": ", 1)[-1].capitalize())
@@ -82,8 +88,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
     try:
         given = parser(prog).parse_args(sys.argv[1:] if arguments is None else arguments)
         interval_s = _INTERVAL.value_at("--interval", given.interval)
-        link = _of_server(given.server) if given.server else _of_run(given.run_dir)
-        dashboard = _Dashboard(link)
+        dashboard = _Dashboard(_of_server(given.server)) if given.server else _of_run(given.run_dir)
         if given.json:
             print(json.dumps(dashboard.read()))  # noqa: T201 - the answer that was asked for
         elif given.watch:
@@ -116,9 +121,9 @@ def _url(server: str) -> str:
     return f"http://{host}" if host.rpartition("]")[2].count(":") else f"http://{host}:{_DEFAULT_PORT}"
 
 
-def _of_run(run_dir: Path | None) -> DashboardLink:
+def _of_run(run_dir: Path | None) -> _Dashboard:
     if run_dir is None and (told := os.environ.get(_LINK)):
-        return DashboardLink(_url(told))
+        return _Dashboard(DashboardLink(_url(told)))
     if run_dir is None:
         found = sorted(Path("runs").glob(f"*/{LINK_FILE}"), key=lambda path: path.stat().st_mtime)
         if not found:
@@ -128,17 +133,27 @@ def _of_run(run_dir: Path | None) -> DashboardLink:
         need(run_dir.is_dir(), f"--run-dir: there is no directory {run_dir}")
         path = run_dir / LINK_FILE
     try:
-        return DashboardLink.parse(path.read_text(encoding="utf-8"))
+        link = DashboardLink.parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"{path.parent} shows no dashboard: it does not run, or runs with --no-dashboard") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
+    return _Dashboard(link, path.parent)
+
+
+def _run_id(run_dir: Path) -> str | None:
+    """As the store writes it; None where that cannot be read."""
+    try:
+        return str(json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 class _Dashboard:
-    """Asks over one short connection at a time."""
+    """Asks over one short connection at a time; of ``run_dir`` nothing but the run that is kept there."""
 
-    def __init__(self, link: DashboardLink) -> None:
+    def __init__(self, link: DashboardLink, run_dir: Path | None = None) -> None:
+        self._run_dir, self._run_id = run_dir, None if run_dir is None else _run_id(run_dir)
         wrong = UsageError(f"--server {link.url!r} is no address; it looks like 127.0.0.1:{_DEFAULT_PORT}")
         try:
             parts = urlsplit(link.url)
@@ -152,11 +167,12 @@ class _Dashboard:
         self._token = (parse_qs(parts.query).get("token") or [""])[0]
 
     def read(self) -> dict[str, Any]:
-        """Raises Unreachable, or what ends the program with 4."""
+        """Raises Unreachable, or what ends the program with 3 or 4."""
         with self._asking() as connection:
             found = {}
             for name in _SHOWN:
                 found[name] = json.loads(self._get(connection, f"/api/v1/{name}").read(_MOST_BYTES))
+            self._compare(found["run"])
             return found
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -169,7 +185,16 @@ class _Dashboard:
                 if name == "event":
                     kind = value
                 elif name == "data":
-                    yield kind, json.loads(value)
+                    data = json.loads(value)
+                    if kind == "snapshot":
+                        self._compare(data["run"])
+                    yield kind, data
+
+    def _compare(self, run: dict[str, Any]) -> None:
+        known, told = self._run_id, run.get("run_id")
+        if known and told and known != told:
+            name = run.get("run_name", "")
+            raise _NotRunning(f"{self._run_dir} is not running: another run, {name}, answers at its address")
 
     @contextmanager
     def _asking(self) -> Iterator[http.client.HTTPConnection]:

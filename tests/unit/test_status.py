@@ -147,6 +147,31 @@ async def test_watching_a_coordinator_that_is_killed_says_so(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("how", [(), ("--json",), ("--watch", "--interval", "0.1")])
+async def test_another_run_at_the_address_of_one_that_was_killed(
+    how: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """A kill leaves the file that names the dashboard, and the port is free for the next run."""
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "runs" / "killed"
+    directory.mkdir(parents=True)
+    async with served() as (dashboard, view):
+        (directory / "dashboard").write_text(DashboardLink(dashboard.link).line() + "\n")
+        view(FINISHED)
+        for where in (("--run-dir", str(directory)), ()):
+            (directory / "run.json").write_text('{"run_id": "another", "term": 1}\n')
+            assert await run(*where, *how) == ExitCode.UNREACHABLE
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert "killed is not running: another run, digits, answers at its address" in err
+            assert len(err.splitlines()) == 1
+            (directory / "run.json").write_text('{"run_id": "r1", "term": 7}\n')
+            assert await run(*where, *how) == ExitCode.OK
+            (directory / "run.json").unlink()  # nothing to compare with
+            assert await run(*where, *how) == ExitCode.OK
+            capsys.readouterr()
+
+
 def test_an_update_is_folded_into_what_was_known():
     view = View()
     for event in (STARTED, joined("a"), joined("b"), committed(1)):
