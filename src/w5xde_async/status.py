@@ -276,9 +276,11 @@ class _Following(threading.Thread):
                     self.news.set()
                     if self.found["status"].get("state") in _ENDED:
                         return
-            except Unreachable:
-                if self.found is None or time.monotonic() - answered > _PATIENCE_S:
+            except Unreachable as error:
+                if self.found is None:
                     raise
+                if (tried_s := time.monotonic() - answered) > _PATIENCE_S:
+                    raise Unreachable(error.peer, error.reason, tried_s) from None
             time.sleep(_AGAIN_S)
 
 

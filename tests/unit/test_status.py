@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.support.events import FINISHED, STARTED, committed, joined, left, reported, run_reported
 
 from w5xde_async import status
-from w5xde_async.errors import ExitCode
+from w5xde_async.errors import ExitCode, Unreachable
 from w5xde_async.net.tls import certificate_hash, own_certificate, server_context
 from w5xde_async.telemetry.dashboard.server import Dashboard
 from w5xde_async.telemetry.dashboard.view import View
@@ -145,6 +146,26 @@ async def test_watching_a_coordinator_that_is_killed_says_so(
         await dashboard.aclose()
         assert await watching == ExitCode.UNREACHABLE
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_watching_says_how_long_it_has_tried(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+
+    def events() -> Iterator[tuple[str, dict[str, object]]]:
+        if now[0] == 100.0:
+            yield "snapshot", {"run": {}, "status": {}, "workers": []}
+        now[0] += 1.5
+        raise Unreachable("127.0.0.1:5556", "Connection refused", 5.0)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(status, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    following = status._Following(SimpleNamespace(events=events))  # type: ignore[arg-type]
+    following.run()
+    assert str(following.error).startswith(
+        "no coordinator reachable at 127.0.0.1:5556 within 16 s (Connection refused)"
+    )
 
 
 @pytest.mark.parametrize("how", [(), ("--json",), ("--watch", "--interval", "0.1")])
