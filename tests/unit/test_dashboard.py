@@ -41,7 +41,7 @@ class Wall:
 
 def view_of(*events: Any) -> tuple[View, Wall]:
     wall = Wall()
-    view = View({"coordinator": {"port": 5555}}, wall=wall)
+    view = View({"coordinator": {"port": 5555}}, wall=wall, clock=wall)
     for event in events:
         view(event)
     return view, wall
@@ -104,6 +104,22 @@ def test_a_stall_is_seen():
         assert update["series"][0][5] == update["status"]["samples_per_s"] == 0.0
         assert update["series"][0][2] is None  # no loss
         assert view.update() is None  # once a second
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_hides_no_stall_and_makes_none(jump_s: float):
+    wall, clock = Wall(), Wall()
+    view = View(wall=wall, clock=clock)
+    view(committed(1))
+    view.update()
+    wall.now += jump_s
+    for _ in range(9):
+        clock.now += 1
+        assert view.update() is None
+    clock.now += 1
+    update: Any = view.update()
+    assert update["series"][0][5] == 0.0
+    assert update["series"][0][1] == wall.now
 
 
 async def test_looking_changes_nothing_that_is_seen():

@@ -1,7 +1,8 @@
 """What the pages show: the run folded from its events, bounded whatever its length, as plain JSON values.
 
 ``snapshot()`` is all of it, for whoever comes late; ``update()`` is what has come since the last update and goes to
-those who have a snapshot already. A step costs a few additions. No clock of its own but ``wall``, which dates.
+those who have a snapshot already. A step costs a few additions. No clocks of its own but ``wall``, which dates
+and may be set by somebody, and ``clock``, by which it is known how long the run stands still.
 """
 
 from __future__ import annotations
@@ -60,9 +61,12 @@ class _Worker:
 class View:
     """Subscribe it with ``samples=True``. One thread, that of the event loop."""
 
-    def __init__(self, settings: Mapping[str, object] | None = None, *, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, settings: Mapping[str, object] | None = None, *, wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """``settings`` are shown as they are: they must hold no secret."""
-        self._wall = wall
+        self._wall, self._clock = wall, clock
         self._settings = plain_value(settings or {})
         self._run: Json = {}
         self._status: Json = {"state": "starting", "step": 0, "total_steps": 0}
@@ -76,7 +80,7 @@ class View:
         self._new: dict[str, list[Json]] = {"evaluations": [], "checkpoints": [], "logs": []}
         self._removed: list[str] = []
         self._joining: set[str] = set()  # reported since the last report of the run
-        self._row_at = self._commit_at = 0.0  # the last row, and the last one that had steps
+        self._row_at = self._commit_at = 0.0  # by ``clock``: the last row, and the last one that had steps
         self._last: StepCommitted | None = None
         self._running = False
         self._losses: list[float] = []
@@ -237,9 +241,8 @@ class View:
 
     def update(self, *, row: bool = True) -> Json | None:
         """What is new since the last update; None where nothing is. Without ``row`` steps wait for a later one."""
-        now = self._wall()
         found: Json = {}
-        if row and (steps := self._next_row(now)) is not None:
+        if row and (steps := self._next_row()) is not None:
             found["series"] = [steps]
         changed = {key: worker for key, worker in self._workers.items() if worker.changed}
         if changed:
@@ -255,7 +258,7 @@ class View:
         self._new = {name: [] for name in self._new}
         if not found:
             return None
-        return found | {"time": now, "status": self._told(), "finished": self._finished}
+        return found | {"time": self._wall(), "status": self._told(), "finished": self._finished}
 
     def snapshot(self) -> Json:
         """Everything but steps that no row has yet. Who is given updates too wants one before, or has things twice."""
@@ -287,9 +290,9 @@ class View:
             told |= {name: plain_value(getattr(self._last, name)) for name in _OF_STEP}
         return told | ({"state": "running", "waits_for": ""} if self._running else {})
 
-    def _next_row(self, now: float) -> Row | None:
+    def _next_row(self) -> Row | None:
         """The steps since the last row, as one; a row without steps says that the run stands still, once a second."""
-        step = self._last
+        step, now = self._last, self._clock()
         if step is None:
             return None
         rate: float | None = 0.0
@@ -307,7 +310,7 @@ class View:
         workers = step.num_workers if self._steps else self._status.get("num_workers", step.num_workers)
         row: Row = (
             step.step,
-            round(now, 2),
+            round(self._wall(), 2),
             sum(losses) / len(losses) if losses else None,
             min(losses) if losses else None,
             max(losses) if losses else None,
