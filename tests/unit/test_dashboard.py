@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from tests.support.events import FINISHED, STARTED, committed, joined, left, reported, run_reported
 
+from w5xde_async.net.tls import own_certificate, server_context
 from w5xde_async.telemetry.dashboard.feed import Feed, sse
 from w5xde_async.telemetry.dashboard.server import Dashboard
 from w5xde_async.telemetry.dashboard.view import SERIES, LogHandler, View, recorded
@@ -543,6 +545,27 @@ async def test_connections_that_want_nothing_keep_nobody_out(token: str, asked: 
         assert dashboard.feed.num_viewers == 1  # it has something under way
         for _, writer in (*idle, (reader, viewer)):
             writer.transport.abort()
+
+
+@pytest.mark.both_loops
+async def test_handshakes_that_nobody_goes_on_with_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not even TLS is needed to hold a descriptor of the coordinator's."""
+    monkeypatch.setattr("w5xde_async.telemetry.dashboard.connections.MOST_IDLE", 20)
+    files = await asyncio.get_running_loop().run_in_executor(None, own_certificate, tmp_path / "tls", "digits")
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    dashboard = Dashboard(View(), Metrics(), host="127.0.0.1", port=0, token="hush", ssl=server_context(files))
+    await dashboard.start()
+    mute = [await asyncio.open_connection("127.0.0.1", dashboard.port) for _ in range(60)]
+    reader, writer = await asyncio.open_connection("127.0.0.1", dashboard.port, ssl=trusting)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    assert (await reader.read()).split()[1] == b"200"
+    for early, _ in mute[:40]:
+        assert await asyncio.wait_for(early.read(), 20) == b""
+    await dashboard.aclose()
+    for late, other in (*mute, (reader, writer)):
+        assert await asyncio.wait_for(late.read(), 20) == b""
+        other.transport.abort()
 
 
 async def test_what_is_no_request_writes_no_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,6 @@
 """The dashboard's connections: those with nothing under way make room for others, so that nobody is kept out by them.
 
-Whoever can reach the port can open connections and say nothing, without any token. Beyond ``MOST_IDLE`` of them the
+Whoever can reach the port can open connections and say nothing, without any token or TLS. Beyond ``MOST_IDLE`` of them the
 oldest is closed, of the address that has most: a viewer or a probe of another address loses none by it, and one of the
 same address has asked long before it is the oldest.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, cast
+import socket
+from typing import Any, Protocol, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -21,14 +22,23 @@ logger = logging.getLogger(__name__)
 logger.setLevel(logging.ERROR)
 
 
+class Closable(Protocol):
+    """What may have to make room. ``host``: the peer's address, without its port."""
+
+    host: str
+
+    def abort(self) -> None:
+        """Close it at once."""
+
+
 class Idle:
     """Connections without a request under way, each address's in the order in which they became so."""
 
     def __init__(self) -> None:
-        self._hosts: dict[str, dict[Connection, None]] = {}
+        self._hosts: dict[str, dict[Closable, None]] = {}
         self._number = 0
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: Closable) -> None:
         """From now on it may be closed for others; the one whose turn it is, is closed at once."""
         self.discard(connection)
         self._hosts.setdefault(connection.host, {})[connection] = None
@@ -37,9 +47,9 @@ class Idle:
             crowd = max(self._hosts, key=lambda host: len(self._hosts[host]))
             oldest = next(iter(self._hosts[crowd]))
             self.discard(oldest)
-            oldest.transport.abort()
+            oldest.abort()
 
-    def discard(self, connection: Connection) -> None:
+    def discard(self, connection: Closable) -> None:
         """It has a request under way, or is gone. Calling it twice is fine."""
         known = self._hosts.get(connection.host, {})
         if connection in known:
@@ -47,6 +57,21 @@ class Idle:
             self._number -= 1
             if not known:
                 del self._hosts[connection.host]
+
+
+class Accepted:
+    """A socket that is no ``Connection`` yet, since its handshake is under way."""
+
+    def __init__(self, sock: socket.socket, host: str, handshake: asyncio.Task[None]) -> None:
+        self._sock, self.host, self._handshake = sock, host, handshake
+
+    def abort(self) -> None:
+        self._handshake.cancel()
+
+    def ended(self) -> None:
+        """The handshake has; where it was cancelled before it began, nobody else has closed the socket."""
+        if self._handshake.cancelled():
+            self._sock.close()
 
 
 class State(ServerState):
@@ -76,6 +101,9 @@ class Connection(H11Protocol):
         peer: Any = transport.get_extra_info("peername")
         self.host = str(peer[0]) if isinstance(peer, tuple) else ""
         self._idle.add(self)
+
+    def abort(self) -> None:
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._idle.discard(self)

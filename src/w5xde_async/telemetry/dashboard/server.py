@@ -12,8 +12,8 @@ import json
 import logging
 import socket
 import ssl as tls
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -27,14 +27,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from w5xde_async.telemetry.dashboard.access import Access
-from w5xde_async.telemetry.dashboard.connections import Connection, State
+from w5xde_async.telemetry.dashboard.connections import Accepted, Connection, Idle, State
 from w5xde_async.telemetry.dashboard.feed import Feed
 from w5xde_async.telemetry.dashboard.view import View
 from w5xde_async.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 128  # accepted in one turn of the loop: fewer than may be idle, so each is heard before it is the oldest
+_EXHAUSTED_S = 0.2
 _MOST_REQUESTS = 512  # under way at a time
 _FLUSH_S = 0.5
 _SILENT_S = 10.0
@@ -51,11 +51,57 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.server_state = State()
+        self.server_state: State = State()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept here: asyncio's own server bears any number of TLS handshakes, for a minute each."""
+        self.servers, self.started = [], True
+        for sock in sockets or ():
+            self._begin(self._accept(sock))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _accept(self, listening: socket.socket) -> None:
+        """One a turn of the loop, so that each is heard before it is the oldest."""
+        loop, idle = asyncio.get_running_loop(), self.server_state.idle
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listening)
+            except OSError:  # it has ended already, or this process has no descriptor left
+                await asyncio.sleep(_EXHAUSTED_S)
+                continue
+            accepted = Accepted(sock, address[0], handshake := self._begin(self._attach(sock)))
+            idle.add(accepted)
+            handshake.add_done_callback(partial(_end, idle, accepted))
+            await asyncio.sleep(0)
+
+    async def _attach(self, sock: socket.socket) -> None:
+        make = partial(Connection, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        tls, handshake_s = (self.config.ssl, _SILENT_S) if self.config.ssl else (None, None)
+        with suppress(OSError):  # of its TLS, or it is gone
+            await asyncio.get_running_loop().connect_accepted_socket(
+                make, sock, ssl=tls, ssl_handshake_timeout=handshake_s
+            )
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield  # signals belong to whoever runs the loop
+
+
+def _end(idle: Idle, accepted: Accepted, _: asyncio.Task[None]) -> None:
+    idle.discard(accepted)
+    accepted.ended()
 
 
 class Dashboard:
@@ -97,7 +143,7 @@ class Dashboard:
         app: ASGIApp = Access(self._app(), token=self._token, host=self.host, secure=self._ssl is not None)
         config = uvicorn.Config(
             self._within_limit(app), http=Connection, ws="none", lifespan="off", log_config=None, access_log=False,
-            server_header=False, timeout_graceful_shutdown=1, timeout_keep_alive=20, backlog=_BACKLOG,
+            server_header=False, timeout_graceful_shutdown=1, timeout_keep_alive=20,
         )  # fmt: skip
         config.load()
         config.ssl = self._ssl
@@ -121,7 +167,7 @@ class Dashboard:
         found = await loop.getaddrinfo(self.host or None, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, (host, *_) = found[0]
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        listen = partial(socket.create_server, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        listen = partial(socket.create_server, family=family, backlog=2048, dualstack_ipv6=both)
         try:
             sock = listen((host, self.port))  # who comes from now on waits until it is served
         except OSError as error:
