@@ -162,9 +162,9 @@ TRACKERS: Mapping[str, type[Tracker]] = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises UsageError for a name that is no tracker's, and for a target with a password, which settings must not hold.
+    """Raises UsageError for a name that is no tracker's, and for a target with a password.
 
-    They are kept in ``config.toml`` and shown on the dashboard.
+    Settings must not hold one: they are kept in ``config.toml`` and shown on the dashboard.
     """
     for text in names:
         name, _, target = text.partition(":")
@@ -175,7 +175,8 @@ def check_trackers(names: Sequence[str]) -> None:
         if ":" in user or (user and scheme in ("http", "https")):  # to a server, a user's name may be a token
             raise UsageError(
                 f"--tracker: {name}'s target holds a password, and settings are shown; of a server set "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, of a database what its client reads (PGPASSWORD)"
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, of a database what its client reads "
+                "(PGPASSWORD)"
             )
 
 

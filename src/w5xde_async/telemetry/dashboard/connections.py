@@ -1,8 +1,8 @@
 """The dashboard's connections: those with nothing under way make room for others, so that nobody is kept out by them.
 
-Whoever can reach the port can open connections and say nothing, without any token or TLS. Beyond ``MOST_IDLE`` of them the
-oldest is closed, of the address that has most: a viewer or a probe of another address loses none by it, and one of the
-same address has asked long before it is the oldest.
+Whoever can reach the port can open connections and say nothing, without any token or TLS. Beyond ``MOST_IDLE`` of them
+the oldest is closed, of the address that has most: a viewer or a probe of another address loses none by it, and one of
+the same address has asked long before it is the oldest.
 """
 
 from __future__ import annotations
