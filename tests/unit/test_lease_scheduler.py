@@ -380,13 +380,18 @@ def test_a_lease_behind_one_of_a_later_step_is_backed_up() -> None:
 class Unread(InMemory):
     """A loader that has nothing until ``there``."""
 
-    there = False
+    def __init__(self) -> None:
+        self.there = False
+        self.asked: dict[tuple[int, Block], None] = {}
 
     def data(self, step: int, block: Block, worker: str) -> Any:
+        if not self.there:
+            self.asked[step, block] = None
         return super().data(step, block, worker) if self.there else None
 
     def came(self) -> list[tuple[int, Block]]:
-        return [(0, Block(0, 1))]
+        came, self.asked = list(self.asked), {}
+        return came
 
 
 def test_a_lease_that_waits_for_its_data_is_not_late_before_that_has_come() -> None:
@@ -401,8 +406,29 @@ def test_a_lease_that_waits_for_its_data_is_not_late_before_that_has_come() -> N
     assert [grant.worker for grant in desk.ledger.leases_on(0)] == ["able"]
     assert desk.ledger.overdue(1e9) == []
     loader.there = True
-    assert [worker for worker, _ in desk.scheduler.read(60.0)] == ["able"]
+    assert [worker for worker, lease in desk.scheduler.read(60.0) if lease.message.step == 0] == ["able"]
     desk.lease(60.01)
     assert [grant.worker for grant in desk.ledger.leases_on(0)] == ["able"]
     desk.lease(65.0)
     assert [grant.worker for grant in desk.ledger.leases_on(0)] == ["able", "other"]
+
+
+@pytest.mark.parametrize("workers", [31, 32, 40])
+def test_what_waits_for_data_among_many_is_sent_though_others_left_before(workers: int) -> None:
+    """Leases that ended are cleared away; the same blocks have been leased again, and wait for the same data."""
+    loader = Unread()
+    desk = Desk(128, known=[], loader=loader)
+    for number in range(workers):
+        desk.scheduler.takes_work(f"w{number}", True)
+    assert desk.lease() == []
+    for number in range(4):
+        gone = f"w{number}"
+        desk.scheduler.takes_work(gone, False)
+        desk.scheduler.left(gone)
+        desk.ledger.lose(gone, died=False)
+        desk.scheduler.takes_work(f"new-{number}", True)
+        assert desk.lease(1.0 + number) == []
+    held = {grant.lease for step in (0, 1) for grant in desk.ledger.leases_on(step)}
+    loader.there = True
+    assert {lease.message.lease for _, lease in desk.scheduler.read(10.0)} == held
+    assert not desk.scheduler.unread

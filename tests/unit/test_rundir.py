@@ -245,6 +245,26 @@ def test_one_that_is_deleted_meanwhile_is_made_anew(tmp_path: Path) -> None:
             store.save(Record(step=4, meta={}, groups={}))
 
 
+def test_a_fresh_start_takes_nothing_up_that_another_machine_writes_meanwhile(tmp_path: Path) -> None:
+    """Its coordinator finds no run.json for a moment, and makes its own anew."""
+    path = tmp_path / "run"
+    with RunDir.open(path, resume=True) as other:
+        other.next_term()
+        (path / ".lock").unlink()  # a lock that does not reach from machine to machine
+
+        class Slow(Filesystem):
+            def sync_directory(self, directory: Path) -> None:
+                super().sync_directory(directory)
+                if not (path / "run.json").exists():
+                    other.filesystem.fence()
+
+        with RunDir.open(path, resume=False, filesystem=Slow()) as run:
+            assert (run.resumes, run.term) == (False, 0)
+            assert run.run_id != other.run_id
+            with pytest.raises(Superseded, match="another run has begun there"):
+                other.filesystem.fence()
+
+
 def test_leftovers_of_dead_writes_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".tmp-run.json-0badcafe").write_text("half")
     RunDir.open(tmp_path, resume=True).close()

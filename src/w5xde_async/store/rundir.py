@@ -65,6 +65,7 @@ class RunDir:
         lock: IO[str],
         filesystem: Filesystem,
         *,
+        resume: bool,
         set_aside: Path | None,
         new_run_id: Callable[[], str],
     ) -> None:
@@ -79,7 +80,8 @@ class RunDir:
         self.set_aside = set_aside
         self._lock: IO[str] | None = lock
         self._filesystem = filesystem
-        self.resumes = (path / _IDENTITY).exists()
+        # What lies there of a run that was set aside has been written since, by who does not know that: it is no run's.
+        self.resumes = resume and (path / _IDENTITY).exists()
         self.run_id, self.term = self._read_identity() if self.resumes else (new_run_id(), 0)
         if not self.resumes:
             self._write_identity()
@@ -102,12 +104,12 @@ class RunDir:
         filesystem = filesystem or Filesystem()
         lock = _take_lock(path, filesystem)
         try:
-            _check_own(path)
-            for directory in (path, path / "checkpoints", path / "journal"):
-                filesystem.sweep(directory)
             try:
+                _check_own(path)
+                for directory in (path, path / "checkpoints", path / "journal"):
+                    filesystem.sweep(directory)
                 set_aside = None if resume else _set_aside(path, filesystem)
-                return cls(path, lock, filesystem, set_aside=set_aside, new_run_id=new_run_id)
+                return cls(path, lock, filesystem, resume=resume, set_aside=set_aside, new_run_id=new_run_id)
             except OSError as error:
                 raise RunDirUnusable(str(path), f"cannot prepare the run directory: {explain(error)}") from error
         except BaseException:

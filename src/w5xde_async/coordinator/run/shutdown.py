@@ -110,7 +110,8 @@ class Shutdown:
         if not finished:
             await self._save()
         failed = failure or checkpointing.save_error
-        model_path = await self._export_model(failed)  # first: an evaluation may hang
+        await training.aggregator.submit(lambda: None)  # nothing is being applied any more
+        model_path = await self._export_model(failed)  # before evaluations, which may hang
         await self._evaluate(finished=finished)
         await gone(training)
         digest = await training.aggregator.submit(spec.state.digest)

@@ -255,7 +255,10 @@ class LeaseScheduler:
             for grant in [grant for grant in self.unread.values() if self._ledger.get(grant.lease) is not grant]:
                 del self.unread[grant.lease]
                 self.known.discard(grant.lease)
-                self._awaiting.pop((grant.step, grant.block), None)
+                if waiting := self._awaiting.get((grant.step, grant.block)):
+                    waiting[:] = [other for other in waiting if other.lease in self.unread]  # leased again meanwhile
+                    if not waiting:
+                        del self._awaiting[grant.step, grant.block]
             self._most_unread = 2 * len(self.unread) + 64
 
     # -- who is next ---------------------------------------------------------------------------------------
