@@ -349,6 +349,10 @@ class Loader:
         structure = joined([read.structure for read in reads])
         return Batch(structure, False, samples, [tensor for read in reads for tensor in read.tensors])
 
+    def awaits(self, step: int, block: Block) -> bool:
+        """Whether a block that was asked for is still being read."""
+        return (step, block) in self._missing
+
     @property
     def silent_s(self) -> float:
         """For how long nothing has been read although somebody waits for it."""

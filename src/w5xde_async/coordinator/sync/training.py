@@ -93,7 +93,7 @@ class SyncTraining:
         self.ledger = Ledger(
             lease_terms(context, greeting, lambda: self.roster.present),
             allowed_s=self._allowed_s, has_come=self._has_come,
-            waits=lambda grant: grant.lease in self.scheduler.unread,
+            waits=self._waits_for_data,
         )  # fmt: skip
         self.scheduler = LeaseScheduler(
             self.ledger,
@@ -621,6 +621,10 @@ class SyncTraining:
     def _allowed_s(self, grant: BlockGrant) -> float:
         """How long a lease may take, by what is known of its worker now."""
         return self.pacing.allowed_s(grant.worker, grant.block.num_leaves, grant.deadline_s)
+
+    def _waits_for_data(self, grant: BlockGrant) -> bool:
+        """Whether a lease has not been sent since its data is being read here."""
+        return grant.lease in self.scheduler.unread and self.context.loader.awaits(grant.step, grant.block)
 
     def _has_come(self, step: int, block: Block) -> bool:
         """Whether anything is there of a block: of the current step alone."""
