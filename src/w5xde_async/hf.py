@@ -26,6 +26,7 @@ from w5xde_async.randomness import random_state, seed_all
 _OF_THE_RUN = ("_runtime", "_per_second", "_preparation_time")
 #: Samples that are looked at for the lengths of their labels, and what stands there for none.
 _LOOKED_AT, _NO_LABEL = 32, -100
+_QUICK_PARAMETERS = 10_000_000  # of a model whose loss of two samples is there in no time
 _OWN_CALLBACKS = (DefaultFlowCallback, PrinterCallback, ProgressCallback)
 
 
@@ -167,13 +168,16 @@ def _lengths_differ(job: Job) -> bool:
 
 
 def _gradient_ratio(trainer: Trainer, job: Job) -> float:
-    """The Trainer's gradients by the job's, as the losses of two samples have it; 1 where these cannot be told.
+    """The Trainer's gradients by the job's, as the losses of two samples have it; 1 where these cannot be told, or
+    the model is so large that each process that loads the job would take long for it.
 
     The Trainer gives the number of a step's labels to whatever may take it, and then does not divide the loss by the
     number of microbatches. That is right for a loss that divides by that number of labels, and for no other.
     """
     assert job.collate is not None
     model, count = trainer.model, trainer.args.gradient_accumulation_steps
+    if sum(parameter.numel() for parameter in model.parameters()) > _QUICK_PARAMETERS or count == 1:
+        return 1.0
     trained = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -317,7 +317,9 @@ def _step(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
     try:
         with _attached(_Absent(), model):
             takes = inspect.signature(model.training_step).parameters
-            indexed = len(takes) > 1 or any(one.kind is one.VAR_POSITIONAL for one in takes.values())
+            indexed = len([one for one in takes.values() if one.kind is not one.VAR_KEYWORD]) > 1 or any(
+                one.kind is one.VAR_POSITIONAL for one in takes.values()
+            )
             found = model.training_step(batch, None) if indexed else model.training_step(batch)
     finally:
         del model.log, model.log_dict

@@ -191,7 +191,10 @@ class _Dashboard:
                     yield kind, data
 
     def _compare(self, run: dict[str, Any]) -> None:
-        known, told = self._run_id, run.get("run_id")
+        told = run.get("run_id")
+        if self._run_dir is not None and told != self._run_id:
+            self._run_id = _run_id(self._run_dir)  # the run there may have begun anew
+        known = self._run_id
         if known and told and known != told:
             name = run.get("run_name", "")
             raise _NotRunning(f"{self._run_dir} is not running: another run, {name}, answers at its address")

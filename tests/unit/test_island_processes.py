@@ -94,7 +94,7 @@ def test_a_port_that_is_taken_is_given_with_who_listens_on_it() -> None:
 @pytest.mark.allow_leaks  # the store's threads end with it
 def test_a_rank_waits_for_one_that_does_not_come_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own groups have to be patient, and are so while they form."""
-    monkeypatch.setattr(group, "_MEETING", timedelta(milliseconds=10))
+    monkeypatch.setattr(group, "_GATHERING", timedelta(milliseconds=10))
     with pytest.raises(RuntimeError) as caught:
         group.Group(open_store("127.0.0.1"), 0, 2)
     assert group.is_rank_gone(caught.value)

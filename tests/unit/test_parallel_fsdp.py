@@ -367,6 +367,9 @@ def _looked_at(model: nn.Module, batch: Any) -> Tensor:
     x, y = batch
     (first, *_) = model.parameters()
     assert (first.shape, first.numel(), first.requires_grad, first.is_leaf) == ((40, 8), 320, True, True)
+    assert first.new_zeros(3).tolist() == [0.0] * 3
+    assert torch.zeros_like(first).shape == torch.empty_like(first, dtype=torch.int64).shape == (40, 8)
+    assert set(model.state_dict()) >= {name for name, _ in model.named_parameters()}
     return F.cross_entropy(model(x.to(first).to(first.device, first.dtype)), y)
 
 

@@ -188,6 +188,9 @@ async def test_another_run_at_the_address_of_one_that_was_killed(
             assert len(err.splitlines()) == 1
             (directory / "run.json").write_text('{"run_id": "r1", "term": 7}\n')
             assert await run(*where, *how) == ExitCode.OK
+            found = await asyncio.to_thread(status._of_run, directory)
+            found._run_id = "before"  # the run there has begun anew meanwhile
+            assert (await asyncio.to_thread(found.read))["run"]["run_id"] == "r1"
             (directory / "run.json").unlink()  # nothing to compare with
             assert await run(*where, *how) == ExitCode.OK
             capsys.readouterr()

@@ -185,6 +185,8 @@ def test_a_name_that_is_none(tmp_path: Path):
         ("mlflow:http://user:hunter2@host:5000", True),
         ("mlflow:https://hunter2@host", True),  # a token
         ("mlflow:postgresql://user:hunter2@host/db", True),
+        ("mlflow:postgresql://user:hun/ter2@host/db", True),
+        ("mlflow:postgresql://host/db?user=me&password=hunter2", True),
         ("mlflow:postgresql://user@host/db", False),  # it asks for the password elsewhere
         ("mlflow:http://host:5000/a@b", False),
         ("mlflow:file:///runs/a:b@c", False),

@@ -54,6 +54,8 @@ from w5xde_async.plan.tree import carries
 from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.users_code import is_interrupt
 
+#: What is made of a parameter's shape, dtype and device alone.
+_OF_SHAPE = ("new_zeros", "new_ones", "new_empty", "new_full", "zeros_like", "ones_like", "empty_like", "full_like")
 _FAILED = -1  # said in the place of an exchange's number
 _PATIENCE_S = 20.0  # for the other ranks, who come to their next exchange, or raise as well
 
@@ -704,16 +706,25 @@ class _Shard(DTensor):
     """A rank's part of a parameter, which nothing may compute with: it would be taken for the whole, or its gradient
     be lost. ``fully_shard`` puts the whole parameter in its place while its unit is computed.
 
-    Shape, dtype and device can be asked for.
+    Shape, dtype and device can be asked for, and used to make other tensors.
     """
 
     __slots__ = ()
     place: tuple[str, str]  # the parameter's name, and its unit's
 
     @classmethod
-    def __torch_dispatch__(cls, _: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        found = [one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]
-        name, unit = found[0].place
+    def __torch_dispatch__(cls, operator: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        found = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
+        called = operator._schema.name.rpartition("::")[2]
+        if called in _OF_SHAPE and args and args[0] is found:
+            local = found._local_tensor
+            whole = local.new_empty(found.shape) if called.endswith("_like") else local
+            return operator(whole, *args[1:], **(kwargs or {}))
+        if called == "detach":  # as state_dict does, whose names alone may be wanted
+            detached: Any = cls.__new__(cls, found._local_tensor, found._spec, requires_grad=False)
+            detached.place = found.place
+            return detached
+        name, unit = found.place
         raise UsageError(
             f"parameter {name!r} is used outside of {unit!r}, and a rank of an fsdp island has it whole only while "
             "that module is called: call the module, leave out --job, or use dp"

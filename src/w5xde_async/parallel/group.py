@@ -34,7 +34,8 @@ _TCPStore: Any = vars(dist)["TCPStore"]  # torch's stubs do not export it
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _PATIENCE = timedelta(days=365)
 LANES = 3  #: between two ranks
-_MEETING = timedelta(minutes=1)  # for all ranks to come
+_MEETING = timedelta(minutes=1)  # for the place where ranks meet to be there
+_GATHERING = timedelta(minutes=5)  # for all ranks to come: from a slow disk, or started by hand
 _CONNECTING_S = 180.0  # and then for all connections: NCCL takes its time
 
 
@@ -109,7 +110,7 @@ class Group:
     ) -> None:
         """Returns when all ranks are there. ``interface``: for the group's traffic (default: the loopback one).
 
-        Raises RuntimeError (torch's DistError) where they do not come within a minute, or one goes before all are
+        Raises RuntimeError (torch's DistError) where they do not come within five minutes, or one goes before all are
         connected; then this process cannot have another group.
         """
         self.rank, self.size, self.device = rank, size, torch.device(device)
@@ -118,7 +119,7 @@ class Group:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         store.set(f"rank {rank}", "here")
-        store.wait([f"rank {number}" for number in range(size)], _MEETING)
+        store.wait([f"rank {number}" for number in range(size)], _GATHERING)
         _in_time(partial(self._connect, store))
 
     def _connect(self, store: Any) -> None:

@@ -30,7 +30,7 @@ def checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **k
     Raises UsageError, here or in backward, where something has been written into what it is given: the second pass
     would begin with that, and backward be another function's.
     """
-    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor) and not value.is_inference()]
     versions = [tensor._version for tensor in tensors]
 
     def run(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -52,7 +52,7 @@ def checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **k
     @contextmanager
     def again() -> Iterator[None]:
         for tensor, version in zip(tensors, versions, strict=True):
-            if tensor._version != version and not _is_repeatable(tensor):
+            if tensor._version != version:
                 raise UsageError(_WRITTEN.format(type(module).__name__))
         with _with(before):
             yield

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import queue
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -171,8 +172,16 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in TRACKERS:
             raise UsageError(f"there is no tracker {text!r}; give one of {', '.join(TRACKERS)}")
         scheme, _, rest = target.partition("://")
-        user = rest.partition("/")[0].rpartition("@")[0]
-        if ":" in user or (user and scheme in ("http", "https")):  # to a server, a user's name may be a token
+        place, _, query = rest.partition("?")
+        on_path = scheme in (
+            "http",
+            "https",
+            "file",
+            "sqlite",
+        )  # an @ may stand in one; a slash in a password elsewhere
+        user = (place.partition("/")[0] if on_path else place).rpartition("@")[0]
+        # To a server, a user's name may be a token.
+        if ":" in user or (user and scheme in ("http", "https")) or re.search(r"(?i)passw|token|secret", query):
             raise UsageError(
                 f"--tracker: {name}'s target holds a password, and settings are shown; of a server set "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, of a database what its client reads "
