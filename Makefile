@@ -9,7 +9,7 @@ DEMO_FLAGS ?=
 CHAOS_FLAGS ?=
 NEWCOMER_FLAGS ?=
 
-.PHONY: help setup demo test test-fast test-slow check format build bench chaos docs newcomer clean
+.PHONY: help setup demo test test-slow check format build bench chaos docs newcomer clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -25,13 +25,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## train a model of handwritten digits with two workers on this machine
 	$(BIN)/python -m w5xde_async.coordinator examples/digits.py:job --workers 2 --name digits --resume never --port 0 $(DEMO_FLAGS)
 
-test: setup ## all tests
-	$(PYTEST)
+test: setup ## the tests, but for those that take long; where CI is set, as .ci/run does, all of them
+	$(PYTEST) $(if $(CI),,-m 'not slow')
 
-test-fast: setup ## the tests without real processes
-	$(PYTEST) -m 'not slow'
-
-test-slow: setup ## the tests with real processes
+test-slow: setup ## the others: real processes and sockets, seconds each
 	$(PYTEST) -m slow
 
 check: setup ## lint, format and types

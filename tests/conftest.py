@@ -105,7 +105,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """A process that runs tests for this one (pytest -n) is about to start: all of them share one server."""
-    if sys.platform == "linux" and node.config.option.markexpr != "not slow":  # as make test-fast says: none is needed
+    if sys.platform == "linux" and node.config.option.markexpr != "not slow":  # as make test says: none is needed
         if forking.running is None:
             forking.running = forking.ForkServer()
         node.workerinput["fork_server"] = str(forking.running.folder)

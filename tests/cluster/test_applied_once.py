@@ -194,6 +194,7 @@ async def part(path: Path, rule: str, until: Callable[[Commits], Any] | None, **
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", PLAIN)
 async def test_stopped_and_resumed(rule: str, tmp_path: Path) -> None:
     """As Ctrl-C does it. What was accepted is in the parameters, the counts and the lines, and is not done again."""

@@ -17,6 +17,7 @@ from w5xde_async.hub.members.program_server import ProgramServer
 from w5xde_async.worker.service import Departure, Worker
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 async def test_a_change_of_the_rule_traces_nothing_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.set_num_threads(1)

@@ -360,6 +360,7 @@ def test_a_choice_that_promises_little_more_than_is_seen_is_not_made() -> None:
     assert [choice.update for choice in Watched(up_bytes_s=1e10).minutes(60, 0.6, 2e7)[0]] == ["local"]
 
 
+@pytest.mark.slow
 async def test_a_stream_goes_on_under_the_rule_that_was_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What had been read ahead for the steps before is not what is trained on: no sample is passed over."""
     monkeypatch.setattr(StrategyChooser, "situation", over_a_poor_line)

@@ -671,6 +671,7 @@ async def test_a_worker_cancelled_as_it_joins_closes_its_link(monkeypatch: pytes
             await joins[0].link.recv()
 
 
+@pytest.mark.slow
 async def test_a_coordinator_that_restarts_finds_its_worker_again(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as picked:
         port = picked.getsockname()[1]

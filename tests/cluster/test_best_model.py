@@ -120,6 +120,7 @@ async def test_a_resume_goes_on_from_the_best_so_far(tmp_path: Path) -> None:
     assert same(path / "best.safetensors", scored.state(before - 1.0))
 
 
+@pytest.mark.slow
 async def test_a_best_of_a_course_that_was_left_or_of_another_metric_is_set_aside(tmp_path: Path) -> None:
     path, events = tmp_path / "run", []  # type: list[Event]
     await run(Scored(), path, max_steps=4, checkpoint_every=2)
@@ -147,6 +148,7 @@ async def test_a_file_of_that_name_that_no_run_made_is_not_written_over(tmp_path
     assert (path / "abandoned-best.safetensors").read_bytes() == b"mine"
 
 
+@pytest.mark.slow
 async def test_a_metric_that_evaluate_does_not_give_ends_the_run_at_its_first_evaluation(tmp_path: Path) -> None:
     scored = Scored(metric="loss")
     words = "evaluate gives no 'val_loss'; it gives loss, other; name one that it gives"

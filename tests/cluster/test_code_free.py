@@ -73,6 +73,7 @@ async def test_a_step_that_cannot_be_traced_is_said_and_workers_with_the_code_go
     assert any("--job" in event.text and "jobs.py:" in event.text for event in events if isinstance(event, Warned))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [0, 1], ids=["alone", "beside one with the code"])
 async def test_leaves_of_sizes_that_no_graph_takes_are_not_given_to_workers_without_code(local: int) -> None:
     """They are computed by workers with the code, or by the coordinator; said once; the table says who did what."""

@@ -277,6 +277,7 @@ def test_every_codec_comes_to_the_accuracy_of_exact_sync(name: str) -> None:
     assert accuracy(CODECS[name], name) >= exact() - SLACK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["asynchronous", "local", "delayed", "streaming"])
 def test_rules_with_codecs_both_ways(rule: str) -> None:
     assert accuracy(rule, "int8", "int8") >= exact() - SLACK

@@ -120,6 +120,7 @@ async def test_blocks_computed_on_the_loop_give_the_same_bits(name: str) -> None
     assert result.digest == reference.digest(jobs.ALL[name]())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 async def test_a_worker_of_several_threads_computes_nothing_on_the_loop(threads: int) -> None:
     """OpenMP would have helpers for both threads, more than cores, and put them to sleep at every operation."""

@@ -66,6 +66,7 @@ async def test_exact_sync_on_late_streams_is_the_plain_loop(name: str, cuda: Fak
     assert cuda.counts.copies_out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(unsupported() != "", reason=unsupported())
 @pytest.mark.parametrize("refuses", [False, True])
 @pytest.mark.parametrize("name", ["gpt_sgd", "cnn_adamw", "odd"])
@@ -97,6 +98,7 @@ async def test_shared_memory_is_the_devices_own_source_and_target(
     assert (most == 0) if refuses else 2 <= most <= 1 + SHARED_SLOTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "update",
     [{"codec": "lz4", "downlink": "lz4"}, {"rule": "local", "inner_steps": 3, "codec": "int8"}, {"codec": "int4"},

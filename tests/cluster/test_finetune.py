@@ -55,6 +55,7 @@ async def train(job: Job, run_dir: Path) -> tuple[list[float], nn.Module]:
 TEXT = torch.arange(40).reshape(2, 20)
 
 
+@pytest.mark.slow
 def test_all_of_a_model_is_trained_and_transformers_loads_it(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer  # here: whoever runs other tests need not wait for it
 
@@ -68,6 +69,7 @@ def test_all_of_a_model_is_trained_and_transformers_loads_it(tmp_path: Path) -> 
     assert tokenizer("import torch").input_ids == module.tokenizer()("import torch").input_ids
 
 
+@pytest.mark.slow
 def test_lora_trains_the_adapter_alone_and_transformers_loads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

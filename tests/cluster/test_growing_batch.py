@@ -101,6 +101,7 @@ async def test_it_grows_alike_whoever_computes() -> None:
     assert grown[0] == grown[1]
 
 
+@pytest.mark.slow
 async def test_stopped_where_it_grows_and_taken_up_again(tmp_path: Path) -> None:
     whole: list[Event] = []
     expected = await train(job, events=whole, **GROWS)

@@ -35,6 +35,7 @@ def job() -> Job:
     return replace(jobs.mlp_adamw(), model=model, batch_size=16, microbatch_size=4, max_steps=24, drop_last=True)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(("seed", "sandbox"), [(0, "off"), (1, "off"), (2, "off"), (2, "on")])
 async def test_after_a_break_only_what_has_not_come_is_sent_and_nothing_is_computed_again(

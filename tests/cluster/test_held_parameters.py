@@ -81,6 +81,7 @@ async def test_who_comes_back_to_the_same_version_is_sent_nothing_and_the_bits_a
         assert any(not lacking for _, _, lacking in joined.rows[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 async def test_a_change_of_the_rule_in_the_first_step_sends_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the run is the one in which it is sent again."""

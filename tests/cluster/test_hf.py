@@ -294,6 +294,7 @@ def test_evaluation_gives_the_metrics_of_the_trainer(tmp_path: Path) -> None:
     assert found == {name: expected[name] for name in ("eval_loss", "eval_hits")}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:of the Trainer not taken over")
 def test_it_trains_with_a_worker_that_has_no_code(tmp_path: Path) -> None:
     """Batches of a tokenizer's collator are no plain dicts: they travel all the same."""

@@ -145,6 +145,7 @@ async def test_workers_compute_where_that_is_asked_for(pacing: PacingConfig, con
     assert own_share(await trained(short(jobs.mlp_sgd, batch_size=192), pacing=pacing, **config)) is None
 
 
+@pytest.mark.slow
 async def test_the_steps_of_a_resumed_run_and_of_a_journal(tmp_path: Path) -> None:
     whole = await trained(short(jobs.mlp_adamw), run_dir=tmp_path / "whole")
     first = await trained(replace(short(jobs.mlp_adamw), max_steps=40), run_dir=tmp_path / "parts")
@@ -238,6 +239,7 @@ async def test_beside_others_whatever_is_verified(config: dict[str, Any]) -> Non
     assert result.digest == named_digest(reference.train(made, STEPS)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("steps_are_shared_out")
 async def test_beside_others_over_resumes_and_with_a_journal(tmp_path: Path) -> None:
     made = short(jobs.mlp_adamw, batch_size=32, microbatch_size=4)
@@ -298,6 +300,7 @@ async def test_what_a_worker_beside_it_hangs_with_is_computed_here(monkeypatch: 
     assert result.digest == named_digest(reference.train(made, STEPS)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("steps_are_shared_out")
 async def test_a_backup_that_comes_too_late_here_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker beside it was slow, and is done before the coordinator begins."""

@@ -162,6 +162,7 @@ async def test_an_island_that_drains_leaves_nothing_undone(update: dict[str, Any
         assert await asyncio.gather(*running) == [Departure.DRAINED] * 2
 
 
+@pytest.mark.slow
 async def test_a_run_goes_on_with_whatever_workers(tmp_path: Path) -> None:
     """A checkpoint knows nothing of islands: they and single workers in turn have the bits of single workers."""
     digests = set()

@@ -249,6 +249,7 @@ async def test_the_coordinator_says_whose_results_count() -> None:
         assert await asyncio.gather(*[rank.run() for rank in ranks]) == [Departure.FINISHED] * 2
 
 
+@pytest.mark.slow
 async def test_all_kinds_are_taken_with_a_warning_and_never_compared_with_each_other() -> None:
     expected = await train(jobs.cnn_adamw)
     events: list[Event] = []

@@ -101,6 +101,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     disk.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hanging", "durability", "what"),
     [("checkpoints", "checkpoint", "the last checkpoint"), ("journal", "journal", "the step under way")],

@@ -298,6 +298,7 @@ def test_a_metric_tells_of_its_own_microbatch(pl: Any) -> None:
     assert float(metrics["hits"]) == float((job.model(x).argmax(1) == y).float().mean())  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_it_trains_with_a_worker_that_has_no_code_and_over_a_resume(pl: Any, tmp_path: Path) -> None:
     """Metrics of torchmetrics, too; and the schedule goes on where it was, within an epoch."""
 

@@ -81,6 +81,7 @@ def reads_own(copy: Any) -> tuple[WorkerConfig, Job]:
     return OWN, job(copy=lambda where: copy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noisy", [False, True])
 async def test_the_bits_are_those_of_data_that_is_sent(noisy: bool) -> None:
     # Long beside the time until fingerprints have been compared: before that, a worker is sent its data.
@@ -97,6 +98,7 @@ async def test_the_bits_are_those_of_data_that_is_sent(noisy: bool) -> None:
     assert all(event.sample_bytes < 2 * 4 * WIDTH for event in events if isinstance(event, RunReported))
 
 
+@pytest.mark.slow
 async def test_a_worker_whose_disk_hangs_leaves_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read that never ends, as of a file on a server that is gone: another computes what it had. One step waits for
     it, not all: who has not finished with a lease that was taken from it is given no other."""
@@ -134,6 +136,7 @@ async def test_a_worker_whose_disk_hangs_leaves_all_the_same(monkeypatch: pytest
     assert not other.abandoned
 
 
+@pytest.mark.slow
 async def test_rows_of_tensors_are_gathered_by_whoever_has_them() -> None:
     x = torch.arange(SAMPLES * WIDTH).reshape(SAMPLES, WIDTH) / 1e4
     data = TensorDataset(x, torch.arange(SAMPLES) % 2)
@@ -199,6 +202,7 @@ async def test_the_coordinator_says_which_samples_are_left_out() -> None:
     assert {event.sample for event in events if isinstance(event, SampleLeftOut)} == set(bad)
 
 
+@pytest.mark.slow
 async def test_processes_read_it() -> None:
     sent, _, _ = await run(job(), [(QUICK_WORKER, job())])
     copy = Rows()

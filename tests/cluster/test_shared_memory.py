@@ -237,6 +237,7 @@ async def test_shm_where_nothing_is_offered_says_why(config: dict[str, Any], cha
             await Worker(coordinator.address, job=job(**changes), config=replace(QUICK_WORKER, link="shm")).run()
 
 
+@pytest.mark.slow
 async def test_a_link_that_ends_while_memory_is_being_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compute thread goes on with it; the next link carries the bytes, and they are what is computed with."""
     loop, ends, made = asyncio.get_running_loop(), threading.Event(), job()
@@ -286,6 +287,7 @@ async def test_a_link_that_ends_while_memory_is_being_shared(monkeypatch: pytest
     assert result.digest == named_digest(reference.train(made)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_gate", [0.0, 6.0])
 @pytest.mark.parametrize("link", ["shm", "tcp"])
 async def test_links_that_break_cost_no_bit(monkeypatch: pytest.MonkeyPatch, link: str, norm_gate: float) -> None:

@@ -136,6 +136,7 @@ async def test_both_sides_must_agree_about_tls(tmp_path: Path):
         assert "TLS" in await refusal(made)
 
 
+@pytest.mark.slow
 async def test_a_coordinator_that_wants_certificates_of_its_workers(tmp_path: Path):
     authority = trustme.CA()
     ca, cert, key = tmp_path / "ca.pem", tmp_path / "cert.pem", tmp_path / "key.pem"
@@ -295,6 +296,7 @@ async def test_what_is_revoked_by_the_file_reaches_workers_that_build_their_mode
             await made
 
 
+@pytest.mark.slow
 async def test_strangers_of_one_address_are_few_and_workers_still_get_in(tmp_path: Path):
     commits = Commits()
     async with Coordinator(mlp_sgd(), config=settings(max_steps=10_000, token="x"), bus=commits.bus) as coordinator:

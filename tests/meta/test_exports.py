@@ -31,6 +31,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.slow
 def test_no_parts_of_torch_are_imported_that_take_seconds() -> None:
     slow = "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "sympy"
     code = (

@@ -28,6 +28,7 @@ def _said() -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_every_message_is_one_that_the_programs_say() -> None:
     said, quoted = _said(), []
     for line in (ROOT / "docs" / "troubleshooting.md").read_text().splitlines():

@@ -420,6 +420,7 @@ def every(atoms: Atoms) -> list[range]:
 # -- the same bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_compute_the_programs_bits(name: str) -> None:
     """In one graph; detached, with gradients handed back; and, for nets of every kind, in any cut that is allowed."""
@@ -437,6 +438,7 @@ def test_parts_compute_the_programs_bits(name: str) -> None:
         assert_same(by_hand(narrow, of.batches[0], every(narrow.atoms)), uncut(of, of.batches[0]))
 
 
+@pytest.mark.slow
 def test_parameters_that_are_cast_again_are_named() -> None:
     JOBS["again-bf16"] = lambda: _job(Again, _digits(), _classes, precision="bf16")
     of = made("again-bf16")
@@ -578,6 +580,7 @@ def test_units_hold_at_most_so_many_bytes_and_always_some() -> None:
     assert len(atoms.units(1 << 40)) == 1
 
 
+@pytest.mark.slow
 def test_every_graph_of_a_program_is_cut_alike() -> None:
     class Fixed(nn.Module):
         """The trace holds for one number of samples alone."""

@@ -98,6 +98,7 @@ def kept(model: nn.Module, step: StepFunction | ProgramStep, batch: Any) -> int:
     return sum(storages.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["not reentrant", "reentrant", "sequential", "nested"])
 def test_as_little_is_kept_as_the_model_keeps(how: str) -> None:
     model, job, layout, document = made(how)

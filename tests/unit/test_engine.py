@@ -534,6 +534,7 @@ class Sized(nn.Module):
         return h[:, :3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_bytes", [1 << 18, 4 << 20])
 @pytest.mark.parametrize("blocks", [0, 3])
 def test_a_closed_engine_is_freed_to_the_last_byte(bucket_bytes: int, blocks: int) -> None:

@@ -529,6 +529,7 @@ def trained(orchestrator: Orchestrator, model: nn.Module, batch_size: int = 8) -
     return orchestrator.start_training(DataLoader(dataset(), batch_size=batch_size, shuffle=True), 1)
 
 
+@pytest.mark.slow
 def test_every_start_trains_anew_and_keeps_what_was_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The same orchestrator again, another model of the same shape, a smaller batch, mixed precision."""
     directory = tmp_path / "run"

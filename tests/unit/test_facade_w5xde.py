@@ -371,6 +371,7 @@ def test_an_accumulated_step_is_that_of_a_larger_batch(calls: Any) -> None:
     assert same(server.model, wanted)
 
 
+@pytest.mark.slow
 def test_checkpoints_by_the_clock_and_going_on_from_them(calls: Any, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     server = server_of(directory, checkpoint_interval=1e-4, max_steps=150)  # every six milliseconds

@@ -52,6 +52,7 @@ def test_there_are_flags_in_what_the_rooms_say() -> None:
     assert sum(bool(_FLAG.search(text)) for text in texts()) > 40
 
 
+@pytest.mark.slow
 @BOTH
 def test_no_flag_is_left(words: Words) -> None:
     left = [text for text in map(words, texts()) if _FLAG.search(text)]

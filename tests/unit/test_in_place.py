@@ -409,6 +409,7 @@ def test_code_that_sleeps_or_goes_round_in_circles_is_interrupted() -> None:
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
 
+@pytest.mark.slow
 def test_the_timer_that_an_earlier_call_has_left_ends_nothing() -> None:
     limit = time_limit(0.2)
     until = time.monotonic() + 0.5

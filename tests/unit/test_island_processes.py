@@ -200,6 +200,7 @@ class _Rank(Told):
         self._worker.drain("told")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaving", [0, 1])
 async def test_a_member_that_waits_takes_the_place_of_one_that_leaves(leaving: int) -> None:
     expected = await train(jobs.mlp_sgd)
@@ -317,6 +318,7 @@ async def test_a_member_that_waits_for_others_is_told_to_leave() -> None:
     assert not member.started
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 async def test_a_rank_that_is_stopped_is_found_by_who_has_started_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -374,6 +376,7 @@ def test_a_rank_that_stands_for_moments_is_left_alone() -> None:
     assert [sorted(one) for one in found] == [[], [], [0], [], [1], [1], [0, 1]]
 
 
+@pytest.mark.slow
 @pytest.mark.allow_leaks  # uvloop forgets the copies of files that it made for a start that it refuses
 async def test_loops_of_several_threads_start_processes_at_once() -> None:
     """uvloop refuses where another of its loops is just doing so: four members of one process came to three."""

@@ -190,6 +190,7 @@ def test_a_worker_that_is_early_leaves_the_next_step_to_others_as_well() -> None
     assert farm.seconds[2:] == pytest.approx([LEAF_S] * 6)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_equal_workers_have_equal_shares_whenever_they_came(data: st.DataObject) -> None:
@@ -274,6 +275,7 @@ def test_over_slow_lines_a_step_takes_a_gradient_a_worker_and_no_longer_than_it_
     assert spread(farm.seconds) <= 2 * even_s + 2 * LEAF_S / min(speeds), (farm.seconds, even_s)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_over_fast_lines_results_cost_no_time(data: st.DataObject) -> None:

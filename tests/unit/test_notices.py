@@ -20,6 +20,7 @@ from w5xde_async.worker import notices
 from w5xde_async.worker.notices import Amazon, Azure, Google, service_of, watch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_notice_is_told_once(kind: str) -> None:
     """And not before it is there."""

@@ -157,6 +157,7 @@ CASES: dict[str, islands.Case] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_ranks(tmp_path: Path) -> None:
     islands.run("tests.unit.test_parallel_data", 2, tmp_path)

@@ -427,6 +427,7 @@ OWN = {
 SUMS = tuple(name for name in CASES if name not in OWN)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_ranks(tmp_path: Path) -> None:
     islands.run("tests.unit.test_parallel_fsdp", 2, tmp_path)

@@ -191,6 +191,7 @@ CASES: dict[str, islands.Case] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_ranks(tmp_path: Path) -> None:
     islands.run(__name__, 2, tmp_path)

@@ -226,6 +226,7 @@ FAST = (
 SLOW = tuple(name for name in CASES if name not in FAST)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_two_ranks(tmp_path: Path) -> None:

@@ -477,6 +477,7 @@ FAST = tuple(CASES)
 CASES |= FOUR
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_two_ranks(tmp_path: Path) -> None:

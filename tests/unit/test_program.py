@@ -93,6 +93,7 @@ def test_an_engine_without_code_gives_the_same_bits(name: str) -> None:
         engine.close()
 
 
+@pytest.mark.slow
 def test_one_graph_holds_for_all_numbers_of_samples_where_the_model_leaves_them_free() -> None:
     def graphs(name: str) -> int:
         _, layout, document = traced(name)

@@ -550,6 +550,7 @@ def load_or_refuse(found: Document) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(st.sampled_from(PLACES), _values), min_size=1, max_size=3))

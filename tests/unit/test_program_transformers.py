@@ -57,6 +57,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Sample]]] = {
 QUICK = ("llama", "bert")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow][name in QUICK :]) for name in MODELS])
 def test_it_can_be_traced(name: str) -> None:

@@ -109,6 +109,7 @@ def found(seeds: int = 4, *, left: bool = False) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [False, True])
 def test_without_a_planted_fault_nothing_is_found(left: bool) -> None:
     assert not found(left=left)

@@ -72,6 +72,7 @@ def test_what_is_asked_for_again(kind: str) -> None:
     assert reader.read(range(40, 100)) == expected[40:]
 
 
+@pytest.mark.slow
 def test_a_resume_reads_little_where_the_dataset_says_where_it_is() -> None:
     def read_after_resume(kind: str) -> int:
         reader = StreamReader(job(stream(kind, range(4000), 4000)))
