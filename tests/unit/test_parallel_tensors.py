@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -240,6 +240,22 @@ def _shifting(model: nn.Module, batch: Any) -> Tensor:
     return island_jobs.lm_loss(model(tokens), targets)
 
 
+def _penalized(model: nn.Module, batch: Any) -> Tensor:
+    """Uses the parameters of layers beside their calls."""
+    assert isinstance(model, Model)
+    whole = (cast(Any, parameter).full_tensor() for parameter in model.layers.parameters())
+    penalty = sum(parameter.square().sum() for parameter in whole)
+    return island_jobs.lm_loss(model(batch[0]), batch[1]) + 0.01 * penalty
+
+
+def _failing(model: nn.Module, batch: Any) -> Tensor:
+    """Raises between forward and backward where a target is negative."""
+    out = model(batch[0])
+    if batch[1].min() < 0:
+        raise ValueError("a negative target")
+    return island_jobs.lm_loss(out, batch[1])
+
+
 def _of_the_job_fully_sharded(group: Group) -> None:
     def parallelize(model: nn.Module, mesh: Any) -> None:
         assert isinstance(model, Model)
@@ -252,6 +268,18 @@ def _of_the_job_fully_sharded(group: Group) -> None:
     _near(given, _built("fsdp", given, group), (12, 12, 7))
     given = job(parallelize=parallelize, accumulate_grad_batches=2, loss=None, step=_shifting)
     _near(given, _built("fsdp", given, group), (8, 3))  # the second rank computes its first microbatch twice
+    given = job(parallelize=parallelize, loss=None, step=_penalized)
+    together = _built("fsdp", given, group)
+    with pytest.raises(UsageError, match=r"'layers.\d..*' is used outside of the module that fully_shard has made"):
+        together.compute(island_jobs.batches(given, (4, 4)), (4, 4))
+    together.engine.close()
+    given = job(parallelize=parallelize, loss=None, step=_failing)
+    together = _built("fsdp", given, group)
+    bad = [(x, -y - 1) for x, y in island_jobs.batches(given, (4, 4))]
+    together.load(islands.changed_state(given))
+    with pytest.raises(LeafError, match=r"leaf 0: ValueError: a negative target"):
+        together.compute(bad, (4, 4))
+    _near(given, together, (4, 4))  # it has failed on all ranks alike, and nothing of it is left
 
 
 def _what_the_job_may_not_do(group: Group) -> None:

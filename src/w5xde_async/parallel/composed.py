@@ -101,6 +101,10 @@ class ComposedEngine:
         self._valid: list[bool] = []  # of a microbatch: whose gradients count, by turn
         self._units = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
         self._parameters = self._found(source)
+        for entry in self._gathered:
+            parameter: Any = self._parameters[entry]
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(partial(self._used_apart, entry)))
         self._data_is_not_split_otherwise(mesh)
         box = {e: _box_of(self.layout.entries[e].name, p) for e, p in self._parameters.items()}
         for entry, told in enumerate(self.layout.entries):
@@ -344,7 +348,7 @@ class ComposedEngine:
         )
 
     def _failed(self, error: BaseException, leaf: int) -> LeafError:
-        """Raises what is none of the job's doing, and LoneLeafError where the others compute other leaves."""
+        """Raises what is none of the job's doing."""
         if is_interrupt(error) or isinstance(error, UsageError) or is_rank_gone(error):
             raise error
         if not self._told_of_failure:
@@ -354,10 +358,18 @@ class ComposedEngine:
                 "takes its number of heads from a constant, says in Job.parallelize what is split (docs/islands.md)",
                 self.numerics,
             )  # fmt: skip
-        if self._turns > 1:
-            raise LoneLeafError(leaf, error) from error
-        self._drop_gradients()
+        for unit in self._units:
+            if cast(Any, unit)._get_fsdp_state()._is_root:
+                unit.reset_iter_state()
+        self._drop_gradients(whole_too=True)
         return LeafError(leaf, error)
+
+    def _used_apart(self, entry: int, gradient: Tensor) -> None:
+        """A part of what ``fully_shard`` divides has a gradient of its own, of this rank's leaf alone."""
+        raise UsageError(
+            f"parameter {self.layout.entries[entry].name!r} is used outside of the module that fully_shard has made a "
+            "unit of, and its gradient there would be that of a part of the batch: use it in that module's forward"
+        )
 
     def _drop_gradients(self, *, whole_too: bool = False) -> None:
         for parameter in self._parameters.values():
