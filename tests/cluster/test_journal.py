@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +21,7 @@ from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, settings, train
 
 from w5xde_async.coordinator.durability import checkpointing, journal_writer
+from w5xde_async.coordinator.run import resume
 from w5xde_async.coordinator.run.spec import Prepared
 from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.service import Coordinator, RunResult
@@ -245,6 +247,26 @@ async def test_a_damaged_journal_is_refused_and_checkpoint_durability_sets_it_as
     assert (left / "abandoned-journal" / segment.name).exists()
     assert not (left / "journal").exists()
     assert [line["step"] for line in lines(left)] == list(range(1, result.step + 1))
+
+
+@pytest.mark.parametrize("name", ["mlp_adamw", "cnn_adamw", "fp16", "noisy", "odd"])
+async def test_whatever_was_replayed_of_a_damaged_journal_leaves_no_trace(name: str, tmp_path: Path) -> None:
+    make, left = jobs.ALL[name], tmp_path / "left"
+    await crash(make, tmp_path / "run", at=16, left=left, saves=1, checkpoint_every=9)
+    segment = max((left / "journal").glob("segment-*"))
+    content = bytearray(segment.read_bytes())
+    batches = [found.start() for found in re.finditer(b"W5XJ", content)]
+    content[batches[-2] + 60] ^= 1  # the last may be torn
+    segment.write_bytes(content)
+    applied: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            resume, "apply_entry", lambda entry, *rest: (applied.append(1), journal_writer.apply_entry(entry, *rest))[1]
+        )
+        result, events = await go_on(make, left, durability="checkpoint")
+    assert applied  # before the damage was found
+    assert result.digest == expected(name)
+    assert "journal is damaged and was set aside in" in texts(events)
 
 
 @pytest.mark.parametrize("missing", ["journal", "last segment"])

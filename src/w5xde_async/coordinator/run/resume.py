@@ -61,7 +61,7 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
         known: Any = record.meta.get("update")
         if config.auto and known is not None and known["rule"] != strategy.update.rule:
             strategy = change_strategy(spec, config, strategy, UpdateConfig(**known), 0, 0)
-        point = _restore(spec, strategy, record, directory, notes)
+        point = _restore(spec, strategy, record, directory, notes, again=journal.exists)
     point, replay = _replay(spec, strategy, point, record, journal, directory, config, notes)
     past: Any = [] if record is None else record.meta.get("overrides", [])
     spec = replace(spec, overrides=tuple([(int(step), str(told)) for step, told in past]))
@@ -237,8 +237,13 @@ def _identity(spec: RunSpec, strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def _restore(spec: RunSpec, strategy: Strategy, record: Record, directory: RunDir, notes: list[str]) -> ResumePoint:
-    """Give parameters, optimizer and growing batch the state of ``record``. Raises CheckpointMismatch."""
+def _restore(
+    spec: RunSpec, strategy: Strategy, record: Record, directory: RunDir, notes: list[str], *, again: bool = False
+) -> ResumePoint:
+    """Give parameters, optimizer and growing batch the state of ``record``. Raises CheckpointMismatch.
+
+    ``again``: it may have to be restored once more. Otherwise its tensors become the optimizer's, which writes them.
+    """
     where, rule = str(directory.path), strategy.rule
     fresh = "--resume never starts afresh and sets the old run aside"
     try:
@@ -284,7 +289,9 @@ def _restore(spec: RunSpec, strategy: Strategy, record: Record, directory: RunDi
         view.copy_(tensors[entry.name])
     ours = _hyperparameters(rule.optimizer, rule.scheduler)
     try:
-        rule.load_state_dict(unpack_state(record.meta["rule"], record.groups["rule"]))
+        held = record.groups["rule"]
+        own = {name: tensor.clone() for name, tensor in held.items()} if again else held
+        rule.load_state_dict(unpack_state(record.meta["rule"], own))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointMismatch(where, f"the state of its update rule does not fit ({error}); {fresh}") from error
     for name, value in _hyperparameters(rule.optimizer, rule.scheduler).items():
