@@ -189,11 +189,40 @@ async def test_a_full_disk_costs_the_best_model_and_not_the_run(
     assert (result.outcome, result.best) == ("finished", None)
     assert any("the best model so far" in one.text and "disk is full" in one.text for one in events
                if isinstance(one, Warned))  # fmt: skip
-    failing = False  # what was not kept does not count as the best
+    failing = False  # what is gone does not count as the best
     scored.values = iter([3.0] * 9)
     result = await run(scored, tmp_path / "run", max_steps=12)
     assert result.best is not None
     assert result.best.value == 3.0
+
+
+@pytest.mark.parametrize("last", [5.0, 0.5, None])
+async def test_the_best_of_a_time_when_the_disk_was_full_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: float | None
+) -> None:
+    """In place of it nothing that is worse. ``None``: there is no later evaluation."""
+    create, tries = Filesystem.create, 0
+
+    def full(self: Filesystem, path: Path) -> BinaryIO:
+        nonlocal tries
+        if "best.safetensors" in path.name:
+            tries += 1
+            if tries == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return create(self, path)
+
+    monkeypatch.setattr(Filesystem, "create", full)
+    events: list[Event] = []
+    values = [4.0, 1.0] if last is None else [4.0, 1.0, last]
+    scored = Scored(*values)
+    kept = min(values)
+    result = await run(scored, tmp_path / "run", max_steps=2 * len(values), events=events)
+    assert [event.metrics["val_loss"] for event in events if isinstance(event, Evaluated)] == values
+    assert [event.best for event in events if isinstance(event, Evaluated)] == [True, False, last == 0.5][: len(values)]
+    assert result.best is not None
+    assert result.best.value == kept
+    assert same(result.best.path, scored.state(kept))
+    assert tries == 3
 
 
 async def test_a_cluster_gives_it(tmp_path: Path) -> None:

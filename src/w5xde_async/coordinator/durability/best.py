@@ -1,7 +1,7 @@
 """The best state that a run's evaluations have found, kept as plain weights in a file of its own.
 
 The file says of which evaluation it is, so weights and value are replaced in one step, and a resume reads both from it.
-A disk that fails costs the run nothing: that is said, and a later evaluation that is better still is kept.
+A disk that fails or hangs ends no run: what could not be written waits for the next evaluation, and for the run's end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -28,8 +28,19 @@ _ABOUT = "w5xde_async.best"  #: in the file's metadata
 _PATIENCE_S, _SLOWEST_BYTES_S = 30.0, 10e6
 
 
+class _Found(NamedTuple):
+    """The best so far, while the file does not hold it."""
+
+    step: int
+    value: float
+    snapshot: Mapping[str, Tensor]
+
+
 class BestModel:
-    """Keeps what ``Job.keep_best`` names. ``best`` is what the file holds. One call of ``offer`` at a time."""
+    """Keeps what ``Job.keep_best`` names. ``best`` is what the file holds. One call at a time.
+
+    Memory: the snapshot of the best, until it is written, and one that a disk which hangs was given.
+    """
 
     def __init__(
         self, keep_best: str, layout: Layout, path: Path, filesystem: Filesystem, bus: Bus, best: Best | None
@@ -38,31 +49,50 @@ class BestModel:
         self._direction, self.metric = best_by(keep_best)
         self._layout, self._path, self._filesystem, self._bus = layout, path, filesystem, bus
         self.best = best
-        self._writing: asyncio.Future[Any] | None = None
+        self._found: _Found | None = None
+        self._writing: tuple[_Found, asyncio.Future[Best]] | None = None
 
     async def offer(self, step: int, metrics: Mapping[str, float], snapshot: Mapping[str, Tensor]) -> bool:
-        """Keep ``snapshot`` (tensors by entry name) if ``metrics`` are better than what is kept. Whether it was.
+        """Keep ``snapshot`` (tensors by entry name, unchanged from now on) if ``metrics`` are better than all before.
+        Whether it was kept.
 
         A value that is not finite, or that is missing, is not better.
         """
         value = metrics.get(self.metric, math.nan)
-        if not math.isfinite(value) or (self.best is not None and not self._better(value, self.best.value)):
-            return False
-        if self._writing is not None and not self._writing.done():
-            self._say(step, "the disk still hangs")
-            return False
-        self._writing = asyncio.get_running_loop().run_in_executor(None, self._write, step, value, snapshot)
+        known = self._found or self.best
+        if math.isfinite(value) and (known is None or self._better(value, known.value)):
+            self._found = _Found(step, value, snapshot)
+        await self.save()
+        return self.best is not None and self.best.step == step and self._found is None
+
+    async def save(self) -> None:
+        """Write what waits to be written."""
+        if self._writing is not None and self._writing[1].done():
+            self._written()  # after it had been given up
+        if (found := self._found) is None:
+            return
+        if self._writing is not None:
+            self._say(found.step, "the disk still hangs")
+            return
+        loop = asyncio.get_running_loop()
+        self._writing = found, loop.run_in_executor(None, self._write, found)
         patience_s = _PATIENCE_S + self._layout.state_bytes / _SLOWEST_BYTES_S
-        await asyncio.wait([self._writing], timeout=patience_s)
-        if not self._writing.done():
-            self._say(step, f"the disk hangs, for {patience_s:.0f} s")
-            return False
+        await asyncio.wait([self._writing[1]], timeout=patience_s)
+        if self._writing[1].done():
+            self._written()
+        else:
+            self._say(found.step, f"the disk hangs, for {patience_s:.0f} s")
+
+    def _written(self) -> None:
+        assert self._writing is not None
+        (found, writing), self._writing = self._writing, None
         try:
-            self.best = self._writing.result()
+            self.best = writing.result()
         except StoreError as error:
-            self._say(step, str(error))
-            return False
-        return True
+            self._say(found.step, str(error))
+            return
+        if self._found is found:
+            self._found = None
 
     def _better(self, value: float, kept: float) -> bool:
         return value < kept if self._direction == "min" else value > kept
@@ -70,10 +100,11 @@ class BestModel:
     def _say(self, step: int, reason: str) -> None:
         self._bus.publish(Warned(text=f"the best model so far, of step {step}, was not written: {reason}"))
 
-    def _write(self, step: int, value: float, snapshot: Mapping[str, Tensor]) -> Best:
+    def _write(self, found: _Found) -> Best:
         """Blocks. Raises StoreError."""
+        step, value = found.step, found.value
         said = json.dumps({"metric": self.metric, "best": self._direction, "value": value, "step": step})
-        tensors = {name: snapshot[entry.name] for entry in self._layout.entries for name in entry.names}
+        tensors = {name: found.snapshot[entry.name] for entry in self._layout.entries for name in entry.names}
         export_tensors(tensors, self._path, about={_ABOUT: said}, filesystem=self._filesystem)
         return Best(metric=self.metric, value=value, step=step, path=str(self._path))
 
