@@ -51,6 +51,18 @@ def write(path: Path, *events: Event, **arguments: Any) -> Recorder:
     return recorder
 
 
+def test_lines_go_where_the_files_name_is_when_its_folder_is_moved(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    recorder = write(path, step(4), step(5))
+    path.parent.rename(tmp_path / "moved")
+    path.parent.mkdir()  # as the run directory does
+    recorder(step(6))
+    recorder.close()
+    assert [line["step"] for line in read(path)] == [6]
+    assert [line["step"] for line in read(tmp_path / "moved" / "metrics.jsonl")] == [4, 5]
+
+
 def test_events_become_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, step(1), Evaluated(step=1, metrics={"accuracy": 0.9}, seconds=0.2), resumed_step=0).close()

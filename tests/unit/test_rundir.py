@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import pytest
 import safetensors.torch
@@ -235,22 +235,45 @@ def test_one_that_is_deleted_meanwhile_is_made_anew(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with RunDir.open(path, resume=True) as run:
         run.next_term()
+        run.write_config({"name": "x"})
         shutil.move(path, tmp_path / "elsewhere")
         store = CheckpointStore(run.checkpoints_path, keep=1, filesystem=run.filesystem)
         store.save(Record(step=3, meta={}, groups={}))
         assert json.loads((path / "run.json").read_text()) == {"run_id": run.run_id, "term": 1}
         assert [entry.name for entry in run.checkpoints_path.iterdir()] == ["step-000000003"]
+        assert run.config_path.read_text() == (tmp_path / "elsewhere" / "config.toml").read_text()
+        with pytest.raises(RunDirBusy, match=str(os.getpid())):  # nobody else is let in
+            RunDir.open(path, resume=True)
+        RunDir.open(tmp_path / "elsewhere", resume=True).close()  # which is nobody's any more
+        (path / "run.json").unlink()
+        store.save(Record(step=5, meta={}, groups={}))  # the lock that is there is its own
         (path / "run.json").write_text(json.dumps({"run_id": "0" * 16, "term": 1}))
         with pytest.raises(Superseded, match="another run has begun there"):
             store.save(Record(step=4, meta={}, groups={}))
 
 
+def test_who_has_begun_where_it_was_deleted_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with RunDir.open(path, resume=True) as run:
+        shutil.rmtree(path)
+        with RunDir.open(path, resume=True):
+            (path / "run.json").unlink()  # as if it had not come to that yet
+            with pytest.raises(Superseded, match="another coordinator has begun there"):
+                run.filesystem.fence()
+
+
 def test_a_fresh_start_takes_nothing_up_that_another_machine_writes_meanwhile(tmp_path: Path) -> None:
     """Its coordinator finds no run.json for a moment, and makes its own anew."""
     path = tmp_path / "run"
-    with RunDir.open(path, resume=True) as other:
+
+    class Apart(Filesystem):
+        """Its locks do not reach from machine to machine."""
+
+        def lock(self, file: IO[str]) -> None:
+            pass
+
+    with RunDir.open(path, resume=True, filesystem=Apart()) as other:
         other.next_term()
-        (path / ".lock").unlink()  # a lock that does not reach from machine to machine
 
         class Slow(Filesystem):
             def sync_directory(self, directory: Path) -> None:
@@ -293,7 +316,17 @@ def test_places_that_cannot_hold_a_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert "permission denied; make it writable" in unusable(tmp_path / "denied")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run_id": "x", "term": 1}', b'{"run_id": 1, "term": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"run_id": "x", "term": 1}',
+        b'{"run_id": 1, "term": 1}',
+        b'{"run_id": "0123456789abcdef", "term": 9223372036854775808}',
+    ],
+)
 def test_a_damaged_identity_is_not_guessed(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run.json").write_bytes(content)
     assert "--resume never" in unusable(tmp_path)

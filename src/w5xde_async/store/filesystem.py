@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from w5xde_async.errors import StoreError
 
@@ -185,6 +185,14 @@ class FencedFilesystem(Filesystem):
 def temporary_beside(path: Path) -> Path:
     """An unused temporary name in ``path``'s directory."""
     return path.with_name(f"{TEMPORARY}{path.name}-{os.urandom(4).hex()}")
+
+
+def is_at(file: IO[Any], path: Path) -> bool:
+    """Whether an open file is the one that has this name now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def unused(path: Path) -> Path:

@@ -36,7 +36,6 @@ from w5xde_async.store.state import JSON
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-_ADVICE = "start with --durability checkpoint to set the journal aside and go on from the newest checkpoint"
 _SEGMENT = re.compile(r"segment-(\d{9})")
 _MAGIC = b"W5XJ"
 _SEGMENT_MAGIC = b"W5XDEJNL"
@@ -255,7 +254,7 @@ class Journal:
         )  # fmt: skip
 
     def _corrupt(self, path: Path, reason: str) -> CheckpointCorrupt:
-        return CheckpointCorrupt(str(path), f"{reason}; {_ADVICE}")
+        return CheckpointCorrupt(str(path), reason)
 
     def _paths(self) -> list[Path]:
         """The segments, oldest first."""

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from w5xde_async.errors import ExitCode, RunDirBusy, StoreError
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.store.filesystem import FencedFilesystem, Filesystem, disk_errors, explain, replace_file
+from w5xde_async.store.filesystem import FencedFilesystem, Filesystem, disk_errors, explain, is_at, replace_file
 from w5xde_async.store.tensors import write_tensors
 from w5xde_async.store.toml import to_toml
 
@@ -79,6 +80,8 @@ class RunDir:
         self.journal_path = path / "journal"
         self.set_aside = set_aside
         self._lock: IO[str] | None = lock
+        self._making = threading.Lock()
+        self._settings: Mapping[str, object] | None = None
         self._filesystem = filesystem
         # What lies there of a run that was set aside has been written since, by who does not know that: it is no run's.
         self.resumes = resume and (path / _IDENTITY).exists()
@@ -144,7 +147,7 @@ class RunDir:
         Raises:
             StoreError: the disk said no, or a value that TOML cannot express (``path`` is its key).
         """
-        text = to_toml(settings).encode()
+        self._settings, text = settings, to_toml(settings).encode()
         with disk_errors(self.config_path, "write the settings"):
             replace_file(self._filesystem, self.config_path, lambda file: self._filesystem.write(file, text))
 
@@ -166,7 +169,7 @@ class RunDir:
         try:
             content = json.loads(path.read_bytes())
             run_id, term = content["run_id"], content["term"]
-            if not _RUN_ID.fullmatch(run_id) or type(term) is not int or term < 0:
+            if not _RUN_ID.fullmatch(run_id) or type(term) is not int or not 0 <= term < 1 << 63:
                 raise ValueError("values out of range")
         except (ValueError, KeyError, TypeError) as error:
             reason = f"is damaged ({error}); start with --resume never to set this run aside"
@@ -177,16 +180,32 @@ class RunDir:
         try:
             run_id, stored = self._read_identity()
         except FileNotFoundError:
-            # Nobody else can have begun here without writing his own: what is in memory goes where it was to go.
-            logger.warning("the run directory was deleted or moved, and is made anew path=%s", self.path)
-            self._filesystem.make_directories(self.path)
-            self._write_identity()
+            self._make_anew()
             return
         if run_id != self.run_id:
             raise Superseded(str(self.path), "another run has begun there")
         if stored > self.term:
             reason = f"a coordinator of term {stored} has taken the run over; this one is of term {self.term}"
             raise Superseded(str(self.path), reason)
+
+    def _make_anew(self) -> None:
+        """It was deleted or moved. Nobody else can have begun here without writing his own: what is in memory goes
+        where it was to go. Raises Superseded where somebody else just does."""
+        with self._making:
+            if (self.path / _IDENTITY).exists():
+                return  # another thread was here first
+            logger.warning("the run directory was deleted or moved, and is made anew path=%s", self.path)
+            self._filesystem.make_directories(self.path)
+            if self._lock is not None and not is_at(self._lock, self.path / _LOCK):
+                held = self._lock
+                try:
+                    self._lock = _take_lock(self.path, self._filesystem)
+                except RunDirBusy as error:
+                    raise Superseded(str(self.path), "another coordinator has begun there") from error
+                held.close()
+            self._write_identity()
+            if self._settings is not None:
+                self.write_config(self._settings)
 
     def _write_identity(self) -> None:
         content = json.dumps({"run_id": self.run_id, "term": self.term}).encode() + b"\n"

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from w5xde_async.errors import StoreError
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.store.filesystem import Filesystem
+from w5xde_async.store.filesystem import Filesystem, is_at
 from w5xde_async.telemetry.events import Event
 from w5xde_async.telemetry.records import SECRETS, read_records, to_line, to_record
 
@@ -139,11 +139,14 @@ class Recorder:
 
     def _append(self, data: bytes) -> None:
         self._filesystem.fence()  # raises where the file is another's
+        if self._file is not None and not is_at(self._file, self._path):  # the run directory was made anew
+            self._file.close()
+            self._open()
         if self._file is None:
             _drop_redone(self._path, self._resumed_step)
-            self._file = self._filesystem.append(self._path)
-            self._size = self._file.seek(0, os.SEEK_END)
+            self._open()
         file = self._file
+        assert file is not None
         if self._replayed:
             data = "".join(_lacking(self._path, self._replayed)).encode() + data
         left = memoryview(data)
@@ -160,6 +163,11 @@ class Recorder:
             raise
         self._size += len(data)
         self._replayed = ()
+
+    def _open(self) -> None:
+        self._file, self._named = None, False
+        self._file = self._filesystem.append(self._path)
+        self._size = self._file.seek(0, os.SEEK_END)
 
     def _lose(self, count: int, error: OSError | StoreError) -> None:
         with self._wake:

@@ -40,6 +40,8 @@ from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule
 from w5xde_async.updates.sync import SyncRule
 
+_SET_ASIDE = "start with --durability checkpoint to set the journal aside and go on from the newest checkpoint"
+
 
 def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Prepared:
     """The run that lies in ``directory``, or ``fresh`` where nothing lies there. Raises StoreError."""
@@ -170,7 +172,7 @@ def _replay(
         point = _apply_all(spec, strategy, point, journal, position, replay, notes)
     except CheckpointCorrupt as error:
         if config.durability == "journal":
-            raise
+            raise CheckpointCorrupt(error.path, f"{error.reason}; {_SET_ASIDE}") from error
         notes.append(f"the journal is damaged and was set aside in {journal.set_aside()}: {error}")
         notes.append(f"the steps after {0 if record is None else record.step} are computed again")
         if record is not None:
@@ -297,7 +299,7 @@ def _restore(
     for name, value in _hyperparameters(rule.optimizer, rule.scheduler).items():
         # What a scheduler moves differs after some steps; what else differs was changed in the job, to no effect.
         moved = rule.scheduler is not None and name.rpartition(" ")[2] in ("lr", "momentum", "betas")
-        if ours.get(name) != value and not moved:
+        if ours.get(name, value) != value and not moved:  # one of the checkpoint's alone is of another scheduler's
             lr = "; give --override optimizer.lr=X to change it" if name.endswith(("lr", " initial_lr")) else ""
             notes.append(f"the checkpoint's {name}={value} counts, not the job's {ours.get(name)}{lr}")
     grown: Any = record.meta.get("batch")
