@@ -337,3 +337,16 @@ async def test_a_step_waits_for_an_audit_no_longer_than_for_a_lease_that_is_late
         _, again = await audit_of(mine, b)
         assert pacing.deadline_s(b.worker_id, len(mine.samples)) > 300
         assert again.deadline_s == 5.0
+
+
+async def test_a_block_that_is_compared_by_chance_waits_for_nobody_who_has_never_delivered():
+    async with judged(audit_fraction=1.0) as run:
+        a = await run.worker("a")
+        await work(a, until=lambda: run.training.version >= 1)
+        b = await run.worker("b")  # it may hang, and another like it may come after it
+        theirs = len(b.all(Lease))
+        mine = await a.lease(len(a.all(Lease)) - 1)
+        await a.compute(mine)
+        await until(lambda: verdicts(a).get(mine.lease) is not None or not run.training.verification.holding)
+        assert not any(same_block(lease, mine) for lease in b.all(Lease)[theirs:])
+        assert audits(run) == []

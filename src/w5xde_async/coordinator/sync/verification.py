@@ -328,8 +328,12 @@ class Verification:
                 continue
             able = [worker for worker in like if worker == held.worker or self._has_delivered(worker)]
             if all(worker == held.worker for worker in able):
-                patient = now - block.held_at < _PATIENCE_S
+                patient = now - block.held_at < self._patience_s(held)
                 if patient and len(like) > 1 and self._others_may_deliver(held, like):
+                    continue
+                if held.why is Why.SAMPLED and len(like) > 1:  # nothing is odd about it: no step waits for a stranger
+                    self._held.remove(block)
+                    self._give_up(block)
                     continue
                 able = like
             involved = {held.worker, *held.suppliers.values()}
@@ -367,6 +371,12 @@ class Verification:
     def _has_delivered(self, worker: str) -> bool:
         """Whether a worker has finished a lease: one that never has may hang, and would hold up the step."""
         return self._pacing.leaf_s(worker) is not None
+
+    def _patience_s(self, held: HeldBlock) -> float:
+        """How long an audit waits for a worker that has finished a lease. One that was drawn by chance, as long as it
+        takes until leases are late: what hangs, and has never delivered, is not to hold up the run again and again."""
+        late_s = self._pacing.late_s(held.worker, held.block.num_leaves) if held.why is Why.SAMPLED else None
+        return _PATIENCE_S if late_s is None else min(late_s, _PATIENCE_S)
 
     def _others_may_deliver(self, held: HeldBlock, ready: Collection[str]) -> bool:
         """Whether waiting can bring another worker that has delivered: one that is at this step, or has work there."""
