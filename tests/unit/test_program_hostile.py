@@ -106,10 +106,12 @@ def zeros(*sizes: tuple[int, ...]) -> list[tuple[str, list[Any]]]:
     return [("zeros.default", [listed(*size)]) for size in sizes]
 
 
-def recurrent(name: str, gates: int, *, rows: int | None = None, bias: Any = None, layers: int = 1) -> Document:
-    """One layer over 5 steps of 2 samples of 3 numbers, 4 hidden ones."""
+def recurrent(
+    name: str, gates: int, *, rows: int | None = None, bias: Any = None, layers: int = 1, steps: int = 5
+) -> Document:
+    """One layer over some steps of 2 samples of 3 numbers, 4 hidden ones."""
     rows = 4 * gates if rows is None else rows
-    made = zeros((5, 2, 3), (1, 2, 4), (rows, 3), (rows, 4))
+    made = zeros((steps, 2, 3), (1, 2, 4), (rows, 3), (rows, 4))
     made.append(("zeros.default", [bias or listed(4 * gates)]))
     states = listed(v(N + 1), v(N + 1)) if gates == 4 else v(N + 1)
     weights = listed(v(N + 2), v(N + 3), v(N + 4), v(N + 4))
@@ -289,6 +291,12 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     "a GRU with too few gates": (lambda: recurrent("gru.input", 3, rows=11), r"a weight of \[11, 3\]"),
     "an LSTM of more layers than weights": (lambda: recurrent("lstm.input", 4, layers=1 << 62), "layers"),
     "an LSTM of two layers and one's weights": (lambda: recurrent("lstm.input", 4, layers=2), "states of"),
+    # what would be repeated for so long that the check itself would not end
+    "an LSTM over a hundred thousand steps": (lambda: recurrent("lstm.input", 4, steps=1 << 17), "131072 steps"),
+    "a network over a hundred thousand steps": (lambda: recurrent("rnn_tanh.input", 1, steps=1 << 17), "131072 steps"),
+    "differences of differences": (
+        lambda: document(*zeros((1 << 20,)), ("diff.default", [v(N), 1 << 20])), "differences taken 1048576 times",
+    ),
     "a cell's biases are broadcast": (
         lambda: document(
             *zeros((2, 3), (2, 4), (12, 3), (12, 4), (1,)),

@@ -71,6 +71,11 @@ def _sections(given: _Named) -> None:
     _few_results(given.get("chunks", given.get("sections", 0)))
 
 
+def _difference(given: _Named) -> None:
+    times = given.get("n", 1)
+    _need(times <= _MAX_DIFFERENCES, f"differences taken {times} times, more than {_MAX_DIFFERENCES}")
+
+
 def _resized(given: _Named) -> None:
     """Kernels divide by a scale and take what comes of it for a place in the input."""
     scales = [value for name, value in given.items() if name.startswith("scale") and isinstance(value, (int, float))]
@@ -91,6 +96,8 @@ _GATES = {
     "rnn_relu_cell": 1,
 }  # fmt: skip
 _MAX_LAYERS = 1 << 10
+_MAX_PASSES = 1 << 14  # of a recurrent operator: steps by layers and directions; each takes a millisecond to check
+_MAX_DIFFERENCES = 1 << 10
 
 
 def _recurrent(base: str, given: _Named) -> None:
@@ -110,6 +117,8 @@ def _recurrent(base: str, given: _Named) -> None:
     _need(0.0 <= given["dropout"] <= 1.0, f"dropout of {given['dropout']}")
     _need(data.dim() == 3 and states[0].dim() == 3, "a sequence and its states have three axes")
     batch, hidden = data.shape[0 if given["batch_first"] else 1], states[0].shape[2]
+    passes = data.shape[1 if given["batch_first"] else 0] * layers * ways
+    _need(passes <= _MAX_PASSES, f"{passes} steps of all layers, more than {_MAX_PASSES}")
     _need(tuple(states[0].shape) == (layers * ways, batch, hidden), f"states of {list(states[0].shape)}")
     params, per_layer = given["params"], 4 if given["has_biases"] else 2
     _need(len(params) == layers * ways * per_layer, f"{len(params)} weights for {layers} layers")
@@ -150,6 +159,6 @@ def _floating(value: Any) -> bool:
 
 
 _RULES: Mapping[str, Callable[[_Named], None]] = {
-    "unbind": _unbind, "split": _split, "chunk": _sections, "tensor_split": _sections, "floor_divide": _division,
-    "remainder": _division, "fmod": _division, "div": _true_division,
+    "unbind": _unbind, "split": _split, "chunk": _sections, "tensor_split": _sections, "diff": _difference,
+    "floor_divide": _division, "remainder": _division, "fmod": _division, "div": _true_division,
 }  # fmt: skip
