@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support import programs
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten
@@ -209,3 +212,139 @@ def goes_backward(model: nn.Module, batch: Any) -> Any:
 def test_a_step_that_changes_gradients_is_told_so(step: Any) -> None:
     with pytest.raises(NotTraceable, match="the step changed the model's gradients; leave zero_grad"):
         trace_of(job_of(lambda: nn.Linear(6, 3), step))
+
+
+def line_of(mark: str) -> str:
+    """The line of this file that ends with a comment."""
+    text = Path(__file__).read_text().splitlines()
+    return f"test_program.py:{next(number for number, code in enumerate(text, start=1) if code.endswith('# ' + mark))}"
+
+
+def refusal_of(model: Any, step: Any = None) -> NotTraceable:
+    with pytest.raises(NotTraceable) as caught:
+        trace_of(job_of(model, step))
+    return caught.value
+
+
+def clamp(gradient: torch.Tensor) -> torch.Tensor:
+    """It acts on no gradient of the first samples: no comparison meets it."""
+    return gradient.clamp(-1e6, 1e6)
+
+
+def hooked(set_hook: Any) -> Any:
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        set_hook(made)
+        return made
+
+    return model
+
+
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("set_hook", "words"),
+    [
+        (lambda m: m[2].weight.register_hook(clamp), r"parameter 2\.weight has a hook .*\(register_hook\)"),
+        (
+            lambda m: m[0].bias.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e6, 1e6)),
+            r"parameter 0\.bias has a hook .*\(register_post_accumulate_grad_hook\)",
+        ),
+        (lambda m: m[2].register_full_backward_hook(lambda m, i, o: None), "module 2 has a backward hook"),
+        (lambda m: m[0].register_full_backward_pre_hook(lambda m, o: None), "module 0 has a backward hook"),
+    ],
+)
+def test_hooks_on_gradients_of_the_model_are_refused_by_name(set_hook: Any, words: str) -> None:
+    """Traces leave them out, and copies of the model have none on parameters."""
+    with pytest.raises(NotTraceable, match=words):
+        trace_of(job_of(hooked(set_hook)))
+
+
+def test_hooks_on_activations_are_refused_with_their_line() -> None:
+    def step(model: Any, batch: Any) -> Any:
+        out = model(batch[0])
+        out.register_hook(clamp)  # a hook
+        return F.cross_entropy(out, batch[1])
+
+    refused = refusal_of(lambda: nn.Linear(6, 3), step)
+    assert "register_hook on a tensor" in refused.reason
+    assert refused.where == line_of("a hook")
+
+
+class Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return clamp(gradient)
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_a_function_with_its_own_backward_is_refused_with_its_line(reentrant: bool | None) -> None:
+    """In regions of gradient checkpointing too."""
+
+    def part(x: torch.Tensor) -> Any:
+        return Clamped.apply(x)  # type: ignore[no-untyped-call]  # a function
+
+    def step(model: Any, batch: Any) -> Any:
+        out = model(batch[0])
+        out = part(out) if reentrant is None else checkpoint(part, out, use_reentrant=reentrant)
+        return F.cross_entropy(out, batch[1])
+
+    refused = refusal_of(lambda: nn.Linear(6, 3), step)
+    assert "Clamped, a torch.autograd.Function" in refused.reason
+    assert refused.where == line_of("a function")
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_of_python_and_numpy_are_refused_where_they_change_nothing_yet(draw: Any) -> None:
+    def step(model: Any, batch: Any) -> Any:
+        return loss_of(model, batch) * (2 if draw() < 1e-9 else 1)
+
+    assert "Python's or numpy's random numbers" in refusal_of(lambda: nn.Linear(6, 3), step).reason
+
+
+def in_autocast(model: Any, batch: Any) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loss_of(model, batch)
+
+
+def by_vmap(model: Any, batch: Any) -> Any:
+    return F.cross_entropy(torch.func.vmap(model)(batch[0]), batch[1])
+
+
+def with_gradients(model: Any, batch: Any) -> Any:
+    loss = loss_of(model, batch)
+    (gradient,) = torch.autograd.grad(loss, model.weight, create_graph=True)  # with gradients
+    return loss + gradient.norm()
+
+
+def with_nan(model: Any, batch: Any) -> Any:
+    return loss_of(model, batch), {"f1": float("nan")}
+
+
+@pytest.mark.parametrize(
+    ("step", "words", "mark"),
+    [
+        (in_autocast, "torch.autocast (the job's precision does the same)", ""),
+        (by_vmap, "torch.func.vmap", ""),
+        (with_gradients, "torch.autograd.grad", "with gradients"),
+        (with_nan, "metric 'f1' is nan", ""),
+    ],
+)
+def test_what_no_program_holds_is_named(step: Any, words: str, mark: str) -> None:
+    refused = refusal_of(lambda: nn.Linear(6, 3), step)
+    assert words in refused.reason
+    assert not mark or refused.where == line_of(mark)
+
+
+def test_calculations_with_sizes_that_programs_do_not_know_get_a_graph_for_each_size() -> None:
+    job = job_of(lambda: nn.Linear(6, 3), lambda model, batch: loss_of(model, batch) * batch[0].shape[0] ** 2)
+    model = build_model(job)
+    layout = Layout.of(model)
+    program: Program = parse(trace(job, model, layout, probe_batches(job, (4, 3))), layout)
+    assert len(program.graphs) == 2

@@ -30,7 +30,8 @@ class Region(NamedTuple):
 
 @contextmanager
 def marked() -> Iterator[None]:
-    """Within, calls of ``checkpoint`` compute once, and what ``torch.export`` traces of them knows its regions."""
+    """Within, calls of ``checkpoint`` compute once, and what ``torch.export`` traces of them, keeping nodes' metadata,
+    knows its regions."""
     annotate: Any = getattr(torch.fx.traceback, "annotate", None)
     if annotate is None:  # torch before it: the step is traced without its regions
         yield
@@ -62,8 +63,7 @@ def marked() -> Iterator[None]:
     before = {name: getattr(torchs, name) for name in parts}
     try:
         vars(torchs).update(parts)
-        with torch.fx.traceback.preserve_node_meta():
-            yield
+        yield
     finally:
         vars(torchs).update(before)
 

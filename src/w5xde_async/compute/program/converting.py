@@ -31,11 +31,22 @@ class NotTraceable(W5xdeError):
 
 
 class NotListed(NotTraceable):
-    """An operator that is not on the list. Field: ``target``."""
+    """An operator that is not on the list. Field: ``function``, its name without namespace and overload."""
 
-    def __init__(self, target: str, where: str) -> None:
-        self.target = target
-        super().__init__(f"the step uses {target}, which programs may not use", where)
+    def __init__(self, target: Any, where: str) -> None:
+        # Not every target is an overload: some are functions, or operators that take parts of the step.
+        overload = isinstance(target, torch._ops.OpOverload)
+        text = str(target) if overload else getattr(target, "__name__", str(target))
+        self.function = text.split(".")[-2] if overload else text
+        super().__init__(f"the step uses {_SAID.get(text, text)}, which programs may not use", where)
+
+
+#: What users call that traces name otherwise.
+_SAID = {
+    "wrap_with_autocast": "torch.autocast (the job's precision does the same)",
+    "cond": "torch.cond",
+    "lazy_load_decompositions": "torch.func.vmap",
+}
 
 
 class Converter:
@@ -121,7 +132,7 @@ class Converter:
             return
         name = name_of(target)
         if name is None:
-            raise NotListed(str(target), _line(node))
+            raise NotListed(target, _line(node) or _first_line(module, node))
         if name == "item" and isinstance(self._values.get(node.args[0]), tuple):
             self._values[node] = self._values[node.args[0]][node.args[1]]
             return
@@ -235,7 +246,33 @@ def _range(bounds: Any) -> tuple[int, int]:
 
 def _line(node: Any) -> str:
     """The user's line that a traced call comes from."""
-    return users_line(_FRAME.findall(node.meta.get("stack_trace") or ""))
+    return users_line(frames_of(node.meta.get("stack_trace") or ""))
+
+
+def _first_line(module: Any, node: Any) -> str:
+    """The user's line that the first call comes from of those that ``node`` takes as a part."""
+    modules = dict(module.named_modules())
+    parts = [modules.get(str(part.target)) for part in node.all_input_nodes if part.op == "get_attr"]
+    calls = [call for part in parts if part is not None for call in part.graph.nodes]
+    return next((line for call in calls if (line := _line(call))), "")
+
+
+def calculates(module: Any) -> bool:
+    """Whether programs know every calculation with free sizes in an exported graph: where not, sizes must be fixed."""
+    return all(
+        name_of(node.target) is not None
+        for part in module.modules()
+        for node in getattr(part, "graph", torch.fx.Graph()).nodes
+        if node.op == "call_function" and isinstance(node.meta.get("val"), _SYMBOLIC)
+    )
+
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def frames_of(trace: str) -> list[tuple[str, str]]:
+    """The files and lines of a trace that was printed."""
+    return _FRAME.findall(trace)
 
 
 def users_line(frames: Sequence[tuple[str, str]]) -> str:

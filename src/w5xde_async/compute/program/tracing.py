@@ -13,15 +13,19 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from typing import Any
 
 import torch
+import torch.nn.modules.module as torch_modules
 from torch import Tensor, nn
+from torch.autograd import set_detect_anomaly
+from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset, default_collate
 
@@ -29,7 +33,16 @@ from w5xde_async.compute.batch import flatten, map_tensors, unflatten
 from w5xde_async.compute.block import GRADIENTS_CHANGED, autocast
 from w5xde_async.compute.buffers import statistics
 from w5xde_async.compute.program.checkpointing import marked
-from w5xde_async.compute.program.converting import Converter, NotListed, NotTraceable, renumbered, same_bits, users_line
+from w5xde_async.compute.program.converting import (
+    Converter,
+    NotListed,
+    NotTraceable,
+    calculates,
+    frames_of,
+    renumbered,
+    same_bits,
+    users_line,
+)
 from w5xde_async.compute.program.form import Document, Graph, Program, encode, parse
 from w5xde_async.compute.program.interpreter import fits
 from w5xde_async.compute.program.program_job import ProgramStep
@@ -52,6 +65,7 @@ _SIZE = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
 _SIMPLE = re.compile(r"(s\d+|\d+) (==|>=|!=) \d+|\d+ <= s\d+|(\w+) == \3")
 
 
+_BACKWARD = "a program holds what is computed forward, and gradients as torch makes them of that"
 _EAGER = "a model of transformers takes the same with attn_implementation='eager'"
 
 
@@ -65,6 +79,22 @@ class _LineOf(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "").strip("_") == self._name:
             self.where = users_line([(frame.filename, str(frame.lineno)) for frame in traceback.extract_stack()])
+        return func(*args, **(kwargs or {}))
+
+
+class _Gradients(TorchFunctionMode):
+    """Refuses what the step does with gradients while it runs: traces leave hooks out without a word."""
+
+    _REFUSED: Mapping[Any, str] = {
+        Tensor.register_hook: "register_hook on a tensor",
+        Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
+        torch.autograd.grad: "torch.autograd.grad",
+    }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._REFUSED:
+            where = users_line([(frame.filename, str(frame.lineno)) for frame in traceback.extract_stack()])
+            raise NotTraceable(f"the step calls {self._REFUSED[func]}; {_BACKWARD}", where)
         return func(*args, **(kwargs or {}))
 
 
@@ -86,6 +116,9 @@ class _Step(nn.Module):
         loss, metrics = self._step_of(self.model, unflatten(self._structure, tensors))
         _write_assigned(held)
         self._note_names(metrics)
+        for name, value in metrics.items():
+            if type(value) is float and math.isnan(value):  # export looks for it among the results, and nan is not nan
+                raise NotTraceable(f"metric {name!r} is nan, a number that no trace holds; make it a tensor")
         return (loss, *metrics.values())
 
 
@@ -223,6 +256,13 @@ def _trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) -
     structure = flat[0][0]
     if any(other != structure for other, _ in flat):
         raise NotTraceable("the batch holds numbers or strings outside of tensors that differ from batch to batch")
+    unwatched: Exception | None = None
+    try:
+        _refuse_what_traces_leave_out(model, step, batches, in_precision, seed=job.seed + 1)
+    except NotTraceable:
+        raise
+    except Exception as error:
+        unwatched = error  # exporting says better what it is
     constants: list[Tensor] = []
     graphs: list[Graph] = []
     names: list[str] = []
@@ -236,7 +276,7 @@ def _trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) -
         try:
             graphs.append(Converter(exported, tensors, index_of, constants, len(layout.entries)).graph())
         except NotListed as error:
-            with in_precision(), _LineOf(error.target.split(".")[-2]) as finder:
+            with _LineOf(error.function) as finder, suppress(Exception), in_precision():
                 step(copy.deepcopy(model), unflatten(structure, tensors))
             raise NotTraceable(error.reason, finder.where or error.where) from None
     graphs = [renumbered(graph, len(layout.entries), len(constants)) for graph in graphs]
@@ -248,7 +288,60 @@ def _trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) -
     checked = parse(document, layout)
     own = ProgramStep(checked, layout, torch.device("cpu"), memory_bytes=1 << 60, precision=job.precision)
     _compare(own, layout, model, step, [*batches, batches[0]], in_precision, seed=job.seed + 1)
+    if unwatched is not None:
+        raise unwatched
     return document
+
+
+def _refuse_what_traces_leave_out(
+    model: nn.Module, step: StepFunction, batches: Sequence[Any], in_precision: Callable[[], Any], seed: int
+) -> None:
+    """Raises NotTraceable for what the comparison meets only where it acts on the samples compared.
+
+    That is whatever changes gradients on their way, by hooks or an ``autograd.Function``, and random numbers that a
+    program cannot draw. Hooks on parameters it never meets: copies of a model have none.
+    """
+    for name, parameter in model.named_parameters():
+        for hooks, made_by in (("_backward_hooks", "register_hook"),
+                               ("_post_accumulate_grad_hooks", "register_post_accumulate_grad_hook")):  # fmt: skip
+            if getattr(parameter, hooks):
+                raise NotTraceable(f"parameter {name} has a hook on its gradient ({made_by}); {_BACKWARD}")
+    _refuse_backward_hooks(model)
+    model = copy.deepcopy(model)
+    for number, batch in enumerate(batches):
+        seed_all(seed + number)
+        # Regions of gradient checkpointing are computed as they are traced: their calls are seen, and no Function.
+        with random_state() as drawn, marked(), _Gradients(), in_precision(), set_detect_anomaly(True, check_nan=False):
+            loss, _ = step(model, map_tensors(batch, torch.clone))
+            if not drawn.unmoved():
+                raise NotTraceable("the step draws from Python's or numpy's random numbers; draw from torch's")
+        _refuse_backward_hooks(model)  # which the step itself has set
+        for node in _behind(loss.grad_fn):
+            function = getattr(node, "_forward_cls", None)
+            # Torch's own are for exporting to refuse, under the names that users call.
+            if function is not None and function.__module__.partition(".")[0] != "torch":
+                where = users_line(frames_of("".join(node.metadata.get("traceback_", ()))))
+                raise NotTraceable(f"the step uses {function.__name__}, a torch.autograd.Function; {_BACKWARD}", where)
+
+
+def _refuse_backward_hooks(model: nn.Module) -> None:
+    if torch_modules._global_backward_hooks or torch_modules._global_backward_pre_hooks:
+        raise NotTraceable(f"all modules have a backward hook (register_module_full_backward_hook); {_BACKWARD}")
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise NotTraceable(f"module {name or type(module).__name__} has a backward hook; {_BACKWARD}")
+
+
+def _behind(node: Any) -> Iterator[Any]:
+    """Every node of autograd's graph that a loss comes from."""
+    found, left = {node}, [node]
+    while left:
+        node = left.pop()
+        if node is not None:
+            yield node
+            new = {before for before, _ in node.next_functions} - found
+            found |= new
+            left += new
 
 
 def _export(
@@ -268,12 +361,14 @@ def _export(
         names.clear()
         wrapped = _Step(model, step, structure, names)
         try:
-            with in_precision(), marked():
+            with in_precision(), marked(), preserve_node_meta():
                 exported = torch.export.export(wrapped, tuple(tensors), dynamic_shapes=shapes, strict=False)
         except Exception as error:
-            failure = failure or error  # the first one is about the model, later ones may be about fixed sizes
+            # The first is about the model, later ones may be about fixed sizes; that a size is not free is no failure.
+            if failure is None or "CONSTRAINT_VIOLATION" in str(getattr(failure, "error_type", "")):
+                failure = error
             continue
-        if shapes is None or _states_all_its_guards(exported):
+        if shapes is None or (_states_all_its_guards(exported) and calculates(exported.graph_module)):
             return exported, others
     assert failure is not None
     raise failure
