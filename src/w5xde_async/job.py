@@ -265,8 +265,17 @@ def build_model(job: Job, *, replica: bool = False) -> nn.Module:
     """The job's model in train mode; a factory runs with all seeds set and the caller's random state kept.
 
     A module is trained in place by the coordinator; a ``replica`` is a copy of it, for a worker in the same process.
+    Raises JobError where a copy would compute other gradients.
     """
     if isinstance(job.model, nn.Module):
+        for name, parameter in job.model.named_parameters():
+            hooked: Any = parameter
+            if hooked._backward_hooks or hooked._post_accumulate_grad_hooks:
+                raise JobError(
+                    "model",
+                    f"parameter {name!r} has a hook on its gradient, which no copy of the model has",
+                    "give a function that makes the model and its hooks (model=make)",
+                )
         return (copy.deepcopy(job.model) if replica else job.model).train()
     return made_model(job.model, job.seed).train()
 

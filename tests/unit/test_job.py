@@ -311,3 +311,14 @@ def test_a_file_named_like_a_module_does_not_take_its_place(folder: Path) -> Non
 )  # fmt: skip
 def test_what_is_best_is_known_by_the_metrics_name_or_said(keep_best: str, direction: str, metric: str) -> None:
     assert best_by(keep_best) == (direction, metric)
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_no_copy_has_are_refused(hook: str) -> None:
+    given = model()
+    given.get_parameter(next(name for name, _ in given.named_parameters())).__getattribute__(hook)(lambda _: None)
+    for replica in (True, False):
+        with pytest.raises(JobError, match=r"has a hook on its gradient, which no copy of the model has; give a func"):
+            build_model(
+                Job(model=given, dataset=[1], optimizer=sgd, loss=nn.functional.mse_loss, epochs=1), replica=replica
+            )
