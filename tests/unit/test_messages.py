@@ -81,12 +81,14 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: _ints,
     float: st.floats(),
     bool: st.booleans(),
-    str: st.text(max_size=20),
+    str: st.text(st.characters(categories=["L", "N", "P", "S"]), max_size=20),
     bytes: st.binary(max_size=40),
     tuple[int, ...]: st.lists(_ints, max_size=5).map(tuple),
     tuple[float, ...]: st.lists(st.floats(), max_size=5).map(tuple),
     tuple[str, ...]: st.lists(st.text(max_size=5), max_size=5).map(tuple),
 }
+#: Texts of many lines.
+OF_LINES = {("Failed", "error"), ("Failed", "traceback")}
 #: For each field type, values that must not pass for it.
 WRONG: dict[Any, list[Any]] = {
     int: [-1, 1 << 63, True, 1.0, "1", None],
@@ -133,6 +135,21 @@ def test_round_trip(cls: type[Message], data: st.DataObject):
     back = over_the_wire(message)
     assert type(back) is cls
     assert repr(back) == repr(message)  # repr, because NaN is not equal to itself
+
+
+@by_name
+def test_no_text_of_a_peer_steers_a_terminal_or_begins_a_line(cls: type[Message]):
+    said = "\x1b[2J\x07a\r\nroot# \x85\u2028\u202eb\tc"
+    for place, (name, kind) in enumerate(hints(cls).items()):
+        if kind is not str or (cls.__name__, name) in BOUNDED:  # Ready.numerics is refused then, see below
+            continue
+        values = list(structs.astuple(sample(cls)))
+        values[place] = said
+        got = getattr(cls.parse(msgpack.packb(values)), name)
+        if (cls.__name__, name) in OF_LINES:
+            assert got == "\ufffd[2J\ufffda \nroot#   \ufffdb c"
+        else:
+            assert got == "\ufffd[2J\ufffda  root#   \ufffdb c"
 
 
 @by_name

@@ -2,8 +2,8 @@
 
 A message on the wire is its number and its fields in the order of the class. The annotation of a field is
 its check: a header whose field has another type, or a value outside the annotation's bounds, never becomes a message. A
-duration is finite and not negative, a text has a length, so that nothing behind this door has to ask again. What
-depends on the run (how many leaves a lease has) is for the receiver to check. Numbers are never reused; any change of a
+duration is finite and not negative, a text has a length and is fit for a terminal and a log, so that nothing behind
+this door has to ask again. What depends on the run (how many leaves a lease has) is for the receiver to check. Numbers are never reused; any change of a
 field raises ``PROTOCOL_VERSION`` (docs/protocol.md says who may send what, when).
 """
 
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 from enum import IntEnum
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
-from msgspec import DecodeError, Meta, Raw, Struct, msgpack
+from msgspec import DecodeError, Meta, Raw, Struct, msgpack, structs
 
 from w5xde_async.errors import MalformedFrame
 
@@ -49,7 +49,10 @@ class Message(Struct, frozen=True, array_like=True):
 
     @classmethod
     def parse(cls, packed: Raw | bytes) -> Self:
-        """Build from the msgpack array of the fields. Raises MalformedFrame naming the field that is wrong."""
+        """Build from the msgpack array of the fields; in its texts nothing steers a terminal or begins a line.
+
+        Raises MalformedFrame naming the field that is wrong.
+        """
         names = cls.__struct_fields__
         count = len(names)
         head = bytes([0x90 + count]) if count < 16 else b"\xdc" + count.to_bytes(2, "big")
@@ -57,6 +60,9 @@ class Message(Struct, frozen=True, array_like=True):
             raise MalformedFrame(f"{cls.__name__} has {len(names)} fields; this is something else")
         try:
             message: Self = _DECODERS[cls].decode(packed)
+            steering = {name: text for name in _TEXTS[cls] if not (text := getattr(message, name)).isprintable()}
+            if steering:
+                message = structs.replace(message, **{name: _harmless(name, text) for name, text in steering.items()})
         except (DecodeError, ValueError, RecursionError) as error:
             found = _PLACE.search(str(error))
             if found is None:
@@ -465,3 +471,17 @@ class Unread(Message, frozen=True):
 
 MESSAGES: dict[int, type[Message]] = {cls.TYPE: cls for cls in Message.__subclasses__()}
 _DECODERS: dict[type[Message], Any] = {cls: msgpack.Decoder(cls) for cls in MESSAGES.values()}
+_TEXTS: dict[type[Message], tuple[str, ...]] = {
+    cls: tuple([name for name, kind in get_type_hints(cls).items() if kind is str]) for cls in MESSAGES.values()
+}
+#: Those in which a line may end: a traceback has many.
+_OF_LINES = ("error", "traceback")
+
+
+def _harmless(name: str, text: str) -> str:
+    """That field's text: whoever sent it writes no line of its own where it is shown, and moves no cursor."""
+    return "".join(
+        char if char.isprintable() or (char == "\n" and name in _OF_LINES)
+        else " " if char.isspace() else "\N{REPLACEMENT CHARACTER}"
+        for char in text
+    )  # fmt: skip

@@ -339,9 +339,8 @@ class Roster:
             self._starting.append(self._clock() + _STARTING_S)
             return found
         here = self._meeting.num_waiting(volunteer.shape, volunteer.ranks) + 1
-        shape = "".join(filter(str.isprintable, volunteer.shape))
         return Refusal(
-            RefusalCode.RUN_FULL, f"{here} of {volunteer.ranks} members of an island {shape} are here",
+            RefusalCode.RUN_FULL, f"{here} of {volunteer.ranks} members of an island {volunteer.shape} are here",
             "start the others with the same --island-member",
         )  # fmt: skip
 

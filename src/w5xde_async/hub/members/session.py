@@ -494,7 +494,7 @@ class Session:
                 self._work.unread(self, message)
             elif type(message) is Heartbeat:
                 self._talk()
-                self.last_message = _printable(message.activity, 200)
+                self.last_message = message.activity[:200]
             elif type(message) is Report:
                 self._talk()
                 self.report = message
@@ -504,7 +504,7 @@ class Session:
                 else:
                     self._work.draining(self if self.island is None else self.island.head, message)
             elif type(message) is Bye:
-                self._end_reason = self._end_reason or _printable(message.reason, 300)
+                self._end_reason = self._end_reason or message.reason[:300]
                 self._mismatch = message.code == ByeCode.MISMATCH
             elif type(message) is ProgramRequest:
                 if self.code_free:
@@ -683,10 +683,5 @@ def quarantined(reason: str) -> Refusal:
 
 def _shown(identity: str, name: str) -> str:
     """How a worker is called in lists: by what it proved, and by what it calls itself; for people alone."""
-    name = _printable(name)
+    name = name[:64]
     return f"{identity} ({name})" if identity and name != identity else name
-
-
-def _printable(text: str, limit: int = 64) -> str:
-    """A peer's text, fit for a terminal and a log."""
-    return "".join(character if character.isprintable() else "?" for character in text[:limit])

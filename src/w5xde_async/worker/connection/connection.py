@@ -223,7 +223,7 @@ class Connection:
                 elif type(message) is messages.Revoke:
                     leases.revoke(message)
                 elif type(message) is messages.Heartbeat:
-                    self.heard = "".join(filter(str.isprintable, message.activity[:100]))
+                    self.heard = message.activity[:100]
                 elif type(message) is messages.Submit:
                     leases.submit(message)
                 elif type(message) is messages.Drain:
