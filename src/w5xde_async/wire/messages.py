@@ -3,8 +3,8 @@
 A message on the wire is its number and its fields in the order of the class. The annotation of a field is
 its check: a header whose field has another type, or a value outside the annotation's bounds, never becomes a message. A
 duration is finite and not negative, a text has a length and is fit for a terminal and a log, so that nothing behind
-this door has to ask again. What depends on the run (how many leaves a lease has) is for the receiver to check. Numbers are never reused; any change of a
-field raises ``PROTOCOL_VERSION`` (docs/protocol.md says who may send what, when).
+this door has to ask again. What depends on the run (how many leaves a lease has) is for the receiver to check. Numbers
+are never reused; any change of a field raises ``PROTOCOL_VERSION`` (docs/protocol.md says who may send what, when).
 """
 
 from __future__ import annotations
