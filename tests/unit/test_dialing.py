@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,8 +17,10 @@ import pytest
 from tests.simulator.loop import VirtualLoop
 
 from w5xde_async.errors import ExitCode, LinkLost, RefusalCode, Refused, Unreachable, UsageError
+from w5xde_async.net.endpoint import connect, listen
 from w5xde_async.net.join import Invitation, write_private_line
 from w5xde_async.net.link import Link
+from w5xde_async.net.tls import TlsFiles, client_context, own_certificate, server_context
 from w5xde_async.runtime import Runtime
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection import dialing
@@ -72,7 +76,9 @@ class World:
 
 def _invitation(*addresses: tuple[str, int]) -> str:
     (host, port), *also = addresses
-    return Invitation(host=host, port=port, certificate=bytes(32), secret=_SECRET, also=tuple(also)).reveal()
+    return Invitation(
+        host=host, port=port, certificate=hashlib.sha256(Quiet.certificate).digest(), secret=_SECRET, also=tuple(also)
+    ).reveal()
 
 
 @pytest.fixture
@@ -128,6 +134,12 @@ class HungUp:
         pass
 
 
+class Quiet(HungUp):
+    """The same, of a coordinator with the certificate of ``_invitation``."""
+
+    certificate = b"its certificate"
+
+
 def test_a_worker_without_tls_says_at_once_what_may_be_missing(
     run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,6 +162,56 @@ def test_a_worker_without_tls_says_at_once_what_may_be_missing(
         run(main)
     (said,) = [record.getMessage() for record in caplog.records if record.name == dialing.__name__]
     assert "it may want TLS: use its join file gives_up_in_s=20" in said
+
+
+@pytest.mark.parametrize(
+    ("reason", "raised", "said"),
+    [
+        ("cut off: the peer, or whoever sits between, ended it without the goodbye of TLS", Unreachable, "cut off"),
+        ("reset by peer", Unreachable, "reset by peer"),
+        ("TLS: TLSV13_ALERT_CERTIFICATE_REQUIRED", Refused, "it may want a certificate of this worker"),
+    ],
+)
+def test_a_certificate_is_at_fault_only_where_the_coordinator_says_so(
+    run: Any, monkeypatch: pytest.MonkeyPatch, reason: str, raised: type[Exception], said: str
+) -> None:
+    """A line that cuts early connections says nothing of certificates: it may do better at the next one."""
+
+    async def join(link: Any, **_: Any) -> Any:
+        raise LinkLost(link.peer, reason)
+
+    async def main(world: World) -> None:
+        async def connect(*_: Any, **__: Any) -> Any:
+            world.tried.append((("10.0.0.1", 77), world.loop.time()))
+            return Quiet()
+
+        monkeypatch.setattr(dialing, "join", join)
+        runtime = Runtime(clock=world.loop.time, connect=connect)
+        config = WorkerConfig(connect_timeout_s=20.0, device="cpu")
+        dialer = Dialer(_invitation(("10.0.0.1", 77)), config, runtime)
+        with pytest.raises(raised, match=said):
+            await dialer.join()
+
+    world = run(main)
+    assert (len(world.tried) > 5) == (raised is Unreachable)
+
+
+async def test_how_tls_says_that_a_certificate_is_missing(tmp_path: Path) -> None:
+    """After the handshake, and by an alert: that is what the test above stands on."""
+    files = await asyncio.get_running_loop().run_in_executor(None, own_certificate, tmp_path / "tls", "digits")
+    context = server_context(files.with_ca(files.cert))
+    trusting = client_context(TlsFiles(ca=files.cert))
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+
+    async def never(link: Link) -> None:
+        raise AssertionError(link)
+
+    listener = await listen("127.0.0.1", 0, never, ssl=context)
+    link = await connect("127.0.0.1", listener.port, timeout_s=10.0, ssl=trusting)
+    with pytest.raises(LinkLost, match=r"TLS: .*_ALERT_CERTIFICATE_REQUIRED"):
+        await link.recv()
+    await link.aclose()
+    await listener.aclose()
 
 
 def test_a_join_file_that_is_not_there_does_not_keep_from_an_address(

@@ -46,6 +46,7 @@ _Found = TypeVar("_Found")
 
 _TLS_ALERT = 0x1503  # how a TLS record that says "not understood" begins, read as the length of a header
 _HUNG_UP = 3
+_TLS_REFUSAL = "_ALERT_"  # in OpenSSL's name of what the other side has said no to; a connection that is cut has none
 #: While it looks for a coordinator it says so no more often than that.
 _GOODBYE_S = 2.0
 _SAID_EVERY_S = 30.0
@@ -80,7 +81,7 @@ class Dialer:
         self.config = config if self._target is None else self._target.config
         self._runtime, self._on_welcome = runtime, on_welcome
         self.stays_here = False  #: no other machine will do: what it sends is computed without a sandbox
-        self._hung_up = 0  # TLS stood and the coordinator closed without a word, so many times in a row
+        self._hung_up = 0  # TLS stood and the coordinator refused it afterwards, so many times in a row
         self._key = runtime.random_bytes(16).hex() if rank is None else rank.key
         self._rank, self._ranks = (0, 1) if rank is None else (rank.rank, rank.ranks)
         self.worker_id = member_id(self.config.identity, self._key)
@@ -323,7 +324,7 @@ class Dialer:
             self._lacks_tls = True
             reason = f"{error.reason} at the first words; it may want TLS: use its join file"
             raise LinkLost(link.peer, reason) from None
-        self._hung_up += 1
+        self._hung_up = self._hung_up + 1 if _TLS_REFUSAL in error.reason else 0
         if self._hung_up >= _HUNG_UP:
             # TLS 1.3 tells a client that its certificate is missing or wrong only after the handshake.
             raise Refused(
