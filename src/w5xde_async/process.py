@@ -155,6 +155,22 @@ def _hold_standard_descriptors() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
 
 
+def _allow_descriptors() -> None:
+    """Let this process open as many files and connections as it may: shells and services begin with few."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # a system may have a lower limit than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+_MOST_DESCRIPTORS = 1 << 16
+
+
 def exit_code_of(reason: str, exit_on_drain: int) -> int:
     """What a program that was told to stop ends with. ``reason``: what told it; after Ctrl-C nobody wants another."""
     return ExitCode.OK if reason == CTRL_C else exit_on_drain
@@ -171,6 +187,7 @@ def launch(
     ``exit_on_drain``: the exit code of such an end while the setting of that name is not known.
     """
     _hold_standard_descriptors()
+    _allow_descriptors()
     as_json = False
     code: int | None = None
     stops = _Early(stops=True)

@@ -18,6 +18,7 @@ import pytest
 from tests.support.events import FINISHED, STARTED, committed, joined, left, reported, run_reported
 
 from w5xde_async.net.tls import own_certificate, server_context
+from w5xde_async.telemetry.dashboard.connections import Idle
 from w5xde_async.telemetry.dashboard.feed import Feed, sse
 from w5xde_async.telemetry.dashboard.server import Dashboard
 from w5xde_async.telemetry.dashboard.view import SERIES, LogHandler, View, recorded
@@ -545,6 +546,39 @@ async def test_connections_that_want_nothing_keep_nobody_out(token: str, asked: 
         assert dashboard.feed.num_viewers == 1  # it has something under way
         for _, writer in (*idle, (reader, viewer)):
             writer.transport.abort()
+
+
+def test_of_few_descriptors_the_run_keeps_most() -> None:
+    """Else whoever reaches the port keeps checkpoints from being written."""
+    resource = pytest.importorskip("resource", reason="Windows has no such limit")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        dashboard, idle = Dashboard(View(), Metrics(), host="127.0.0.1", port=0), Idle()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    class One:
+        host, closed = "", False
+
+        def abort(self) -> None:
+            self.closed = True
+
+    many = [One() for _ in range(40)]
+    for one in many:
+        idle.add(one)
+    assert sum(one.closed for one in many) == 8
+    assert not dashboard.feed.full
+    viewers = [aiter(dashboard.feed.watch()) for _ in range(32)]
+
+    async def look() -> None:
+        for viewer in viewers:
+            await anext(viewer)
+        assert dashboard.feed.full
+        for viewer in viewers:
+            await viewer.aclose()
+
+    asyncio.run(look())
 
 
 @pytest.mark.both_loops

@@ -15,11 +15,13 @@ from w5xde_async.process import (
     _SCHED_ATTR,
     _SCHED_SETATTR,
     _SLICE_NS,
+    _allow_descriptors,
     _Early,
     _Ending,
     _ignore_stops,
     use_batch_scheduling,
 )
+from w5xde_async.telemetry.dashboard.connections import at_most
 
 
 class Ended(BaseException):
@@ -70,6 +72,23 @@ def test_while_python_ends_its_default_does_not_come_back() -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_program_may_open_what_the_system_lets_it() -> None:
+    """Most shells give 1024 descriptors, where the system lets a process have many more."""
+    resource = pytest.importorskip("resource", reason="Windows has no such limit")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        _allow_descriptors()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert hard == before[1]
+        assert soft > 256 or hard == 256
+        assert at_most(512, 8) == min(512, soft // 8)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        assert (at_most(512, 8), at_most(8, 8)) == (32, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def _policy_in_a_thread(before: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """The dashboard's connections: those with nothing under way make room for others, so that nobody is kept out by them.
 
-Whoever can reach the port can open connections and say nothing, without any token or TLS. Beyond ``MOST_IDLE`` of them
-the oldest is closed, of the address that has most: a viewer or a probe of another address loses none by it, and one of
-the same address has asked long before it is the oldest.
+Whoever can reach the port can open connections and say nothing, without any token or TLS. Beyond ``MOST_IDLE`` of them,
+or an eighth of what the process may open, the oldest is closed, of the address that has most: a viewer or a probe of
+another address loses none by it, and one of the same address has asked long before it is the oldest.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from typing import Any, Protocol, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -20,6 +21,16 @@ MOST_IDLE = 512
 # uvicorn warns of every request that is none, which anybody may send without a token: those lines would have no end.
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.ERROR)
+
+
+def at_most(number: int, part: int) -> int:
+    """``number``, or less: one in ``part`` of the descriptors that this process may have: the run needs others."""
+    if sys.platform == "win32":
+        return number
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return number if limit == resource.RLIM_INFINITY else min(number, max(limit // part, 1))
 
 
 class Closable(Protocol):
@@ -37,13 +48,14 @@ class Idle:
     def __init__(self) -> None:
         self._hosts: dict[str, dict[Closable, None]] = {}
         self._number = 0
+        self._most = at_most(MOST_IDLE, 8)
 
     def add(self, connection: Closable) -> None:
         """From now on it may be closed for others; the one whose turn it is, is closed at once."""
         self.discard(connection)
         self._hosts.setdefault(connection.host, {})[connection] = None
         self._number += 1
-        if self._number > MOST_IDLE:
+        if self._number > self._most:
             crowd = max(self._hosts, key=lambda host: len(self._hosts[host]))
             oldest = next(iter(self._hosts[crowd]))
             self.discard(oldest)

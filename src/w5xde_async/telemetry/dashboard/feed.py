@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator
 from w5xde_async.telemetry.dashboard.view import View
 from w5xde_async.telemetry.records import plain_value
 
+MOST_VIEWERS = 256
 _MOST_WAITING = 8
 #: A proxy or a sleeping laptop is noticed by a comment that nobody reads.
 _KEEPALIVE_S = 15.0
@@ -30,7 +31,7 @@ def sse(event: str, data: object, number: int) -> bytes:
 class Feed:
     """The viewers of one run. ``dropped`` counts updates that viewers have lost by being slow."""
 
-    def __init__(self, view: View, *, max_viewers: int = 256) -> None:
+    def __init__(self, view: View, *, max_viewers: int = MOST_VIEWERS) -> None:
         self._view, self._max_viewers = view, max_viewers
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._number = 0

@@ -27,15 +27,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from w5xde_async.telemetry.dashboard.access import Access
-from w5xde_async.telemetry.dashboard.connections import Accepted, Connection, Idle, State
-from w5xde_async.telemetry.dashboard.feed import Feed
+from w5xde_async.telemetry.dashboard.connections import Accepted, Connection, Idle, State, at_most
+from w5xde_async.telemetry.dashboard.feed import MOST_VIEWERS, Feed
 from w5xde_async.telemetry.dashboard.view import View
 from w5xde_async.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 _EXHAUSTED_S = 0.2
-_MOST_REQUESTS = 512  # under way at a time
+_MOST_REQUESTS = 512  # under way at a time, viewers too, or fewer where the process may open little
 _FLUSH_S = 0.5
 _SILENT_S = 10.0
 _LEAST_TAKEN = 1 << 16  # bytes that a viewer takes in that time of what waits for it
@@ -117,7 +117,8 @@ class Dashboard:
         """
         self.host, self.port, self.moved = host, port, False
         self._shown = shown or host
-        self.feed = Feed(view)
+        self.feed = Feed(view, max_viewers=at_most(MOST_VIEWERS, 8))
+        self._most_requests = at_most(_MOST_REQUESTS, 4)
         self._view, self._metrics, self._token, self._ssl = view, metrics, token, ssl
         self._static: dict[str, tuple[bytes, str]] = {}
         self._server: _Server | None = None
@@ -222,7 +223,7 @@ class Dashboard:
 
         async def limited(scope: Scope, receive: Receive, send: Send) -> None:
             server = self._server
-            busy = server is not None and len(server.server_state.tasks) > _MOST_REQUESTS
+            busy = server is not None and len(server.server_state.tasks) > self._most_requests
             if busy and scope["path"] != "/health":
                 await PlainTextResponse("too many requests\n", 503, {"retry-after": "10"})(scope, receive, send)
             else:
