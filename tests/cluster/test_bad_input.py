@@ -31,6 +31,7 @@ from w5xde_async.compute.engine import Engine
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.coordinator.training import NonFinite
 from w5xde_async.errors import CheckpointMismatch, ExitCode, LeafFailed, LinkLost, RefusalCode, Refused, UsageError
+from w5xde_async.hub.members import roster
 from w5xde_async.job import Job
 from w5xde_async.net.endpoint import connect
 from w5xde_async.net.link import Link
@@ -66,6 +67,7 @@ from w5xde_async.wire.messages import (
     Ready,
     Refusal,
     Result,
+    Submit,
     Verdict,
     VerdictCode,
     Welcome,
@@ -353,6 +355,37 @@ async def test_peers_that_vanish_with_a_lease_end_no_run_while_one_that_delivere
         assert await honest is Departure.FINISHED
     assert result.outcome == "finished"
     assert result.digest == expected()
+
+
+@pytest.mark.parametrize("breaks_the_protocol", [False, True])
+async def test_who_comes_and_goes_for_ever_fills_no_disk(
+    breaks_the_protocol: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each coming and going is a line of the log and two records; honest workers are let in again by and by."""
+    monkeypatch.setattr(roster, "_MOST_VAIN", 5)
+    monkeypatch.setattr(roster, "_VAIN_S", 5.0)
+    events = Events()
+    async with started(max_workers=2, events=events) as coordinator:
+        refused = 0
+        for number in range(20):
+            peer = await peer_of(coordinator)
+            await peer.greet(worker_id=f"bad {number}")
+            try:
+                welcome = await peer.expect(Welcome)
+            except AssertionError as error:
+                assert "workers of 127.0.0.1 have come and gone 5 times without a result" in str(error)  # noqa: PT017
+                refused += 1
+            else:
+                await peer.send(Ready(welcome.fingerprint, "cpu", "by hand", 1, ""))
+                await peer.send(Submit(1, ()) if breaks_the_protocol else Bye(ByeCode.LEAVING, "x" * 1000))
+                with suppress(LinkLost):
+                    while True:
+                        await peer.link.recv(lambda _, specs: [memoryview(bytearray(s.nbytes)) for s in specs])
+            await peer.link.aclose()
+        assert refused >= 10
+        joined = [event for event in events if isinstance(event, WorkerJoined)]
+        assert len(joined) == 20 - refused
+        assert (await finish(coordinator)).digest == expected()  # after a second or so
 
 
 async def test_with_the_same_token_on_both_sides_the_run_is_done() -> None:

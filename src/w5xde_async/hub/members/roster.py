@@ -60,6 +60,9 @@ _STARTING_S = 20.0
 _MOST_LOST = 512
 _MOST_AWAITED = 1 << 16  # leases that a worker may ask about
 _MOST_JOINING = 2  # links of one worker, beside a newer one, that build its model
+#: One name or address may come and go without a result so often in so many seconds (--max-workers, where that is more).
+_MOST_VAIN, _VAIN_S = 64, 600.0
+_MOST_VAIN_HOMES = 1024
 _MEETING_S = 5.0  # that a volunteer is kept waiting for others before it has to say again that it is there
 _SHARE_HINT = "one name or address may have a quarter of --max-workers, or 8; raise it at the coordinator"
 
@@ -126,6 +129,9 @@ class Roster:
         self._lost: dict[
             str, float
         ] = {}  # workers whose link ended without their goodbye -> until when they may return
+        #: (name or host, identity) -> how often its workers came and went without a result, less what time has
+        #: forgiven, and when that was so. Each is a line of the log and two records.
+        self._vain: dict[tuple[str, str], tuple[float, float]] = {}
         self._starting: deque[float] = deque(maxlen=_MOST_LOST)  # until when ranks may come that have met
         self._goodbye_at = -math.inf
         self._returned = asyncio.Event()
@@ -314,6 +320,9 @@ class Roster:
         if others >= self._config.max_workers:
             return Refusal(RefusalCode.RUN_FULL, f"the run has its {self._config.max_workers} workers", "")
         share, where = self._config.share, session.place[0]
+        if self._vain_of(session) >= self._most_vain:
+            reason = f"workers of {where} have come and gone {self._most_vain} times without a result"
+            return Refusal(RefusalCode.RUN_FULL, reason, "see why they end; others are let in little by little")
         if session.identity or _is_address(where):
             same = self._ids_at.get((where, session.identity), ())
             if len(same) - (session.worker_id in same) >= share:
@@ -492,6 +501,7 @@ class Roster:
         member = self.membership.leave(session.worker_id, session.incarnation)
         if self.sessions.get(session.worker_id) is not session:
             if member is None and not clean and session.worker_id:
+                self._note_vain(session)
                 self._warn(f"{session.name or session.link.peer} did not join: {reason}")
             return
         del self.sessions[session.worker_id]
@@ -509,6 +519,8 @@ class Roster:
                 f"({self.contributions.residuals_lost} so far)"
             )
         returned = self._scheduling.take_back(session)
+        if member is None or not member.leaves:
+            self._note_vain(session)
         if member is not None:
             self.contributions.remember(session, member, self._clock())
         self._bus.publish(
@@ -518,6 +530,22 @@ class Roster:
             )
         )  # fmt: skip
         self._scheduling.departed(session.worker_id)
+
+    @property
+    def _most_vain(self) -> int:
+        return max(_MOST_VAIN, self._config.max_workers)  # so many may be cut off at once and come back
+
+    def _vain_of(self, session: Session) -> float:
+        number, at = self._vain.get((session.place[0], session.identity), (0.0, 0.0))
+        return max(number - (self._clock() - at) * self._most_vain / _VAIN_S, 0.0)
+
+    def _note_vain(self, session: Session) -> None:
+        """Its worker has come and gone without a result."""
+        home, number = (session.place[0], session.identity), self._vain_of(session) + 1.0
+        self._vain.pop(home, None)
+        self._vain[home] = number, self._clock()
+        if len(self._vain) > _MOST_VAIN_HOMES:
+            del self._vain[next(iter(self._vain))]
 
     def _warn(self, text: str) -> None:
         self._bus.publish(Warned(text=text))
