@@ -98,6 +98,12 @@ def test_port_0_is_for_those_who_listen():
         parse_address("host:0")
 
 
+@pytest.mark.parametrize("text", ["192.0.2.2:6001,192.0.2.3:6001", "a,b", "[::1]:1,[::2]:1"])
+def test_several_addresses_are_not_one(text: str) -> None:
+    with pytest.raises(UsageError, match="names several; give one, as in host:5555"):
+        parse_address(text)
+
+
 # Nearly right ones as well as any text: names from a resolver's point of view are bytes with limits.
 _PIECES = st.sampled_from(["a", "a" * 63, "a" * 64, ".", "..", "-", "_", ":", "[", "]", "%", "%25", "?", "&also=", "@",
                            "/", "#", ",", "0", "127.0.0.1", "::1", "fe80::1", ":0", ":80", "\u00e4", "\u3002", "\u00df",

@@ -58,6 +58,18 @@ def test_equal_ones() -> None:
     assert found.cosine == pytest.approx(1.0)
 
 
+def test_what_differs_beside_the_sums_is_said() -> None:
+    found = compare(vector(), EVERY, vector(), EVERY)
+    same = deviation.with_words(found, [1.0, 2.0], [3], [1.0, 2.0], [3])
+    assert str(same) == str(found) == "relative L2 distance 0, cosine 1.000"
+    losses = deviation.with_words(found, [1.0, 2.0], [3], [1.0, 3.0], [3])
+    assert losses.relative == pytest.approx(1 / 3)
+    assert str(losses) == "sums: relative L2 distance 0, cosine 1.000; but losses 0.33 apart, relatively"
+    untouched = deviation.with_words(found, [1.0, 2.0], [3], [1.0, 2.0], [3, 4])
+    assert math.isinf(untouched.relative)
+    assert "but one says that 1 parameter(s) had no gradient and the other does not" in str(untouched)
+
+
 def test_a_sign_flip_and_one_bit() -> None:
     flipped = compare(changed(lambda v: [v.buckets[b].neg_() for b in GRADS]), EVERY, vector(), EVERY)
     assert flipped.relative == pytest.approx(2.0, rel=1e-4)

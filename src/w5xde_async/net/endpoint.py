@@ -76,6 +76,8 @@ def split_address(text: str, default_port: int = DEFAULT_PORT, *, place: str = "
     """As ``parse_address``, for a host that need not be a name or an address, and any port."""
     host, port_text = text.strip(), ""
     example = default_port or DEFAULT_PORT
+    if "," in host:
+        raise UsageError(f"{place} {text!r} names several; give one, as in host:{example}")
     if host.startswith("["):
         host, closed, rest = host[1:].partition("]")
         if not closed or (rest and not rest.startswith(":")) or ":" not in host:

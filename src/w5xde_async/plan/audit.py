@@ -58,16 +58,18 @@ class Deviation(NamedTuple):
     """How far two results of a block are apart. ``bucket`` is the one that differs most.
 
     ``relative``: the L2 norm of the difference over that of the second result; 0 where both are not finite, infinite
-    where one is. ``same_bits``: nothing differs at all.
+    where one is. ``same_bits``: nothing differs at all. ``words``: how people are told of it where what was
+    said beside the sums differs more than they do.
     """
 
     relative: float
     cosine: float
     bucket: int
     same_bits: bool
+    words: str = ""
 
     def __str__(self) -> str:
-        return f"relative L2 distance {self.relative:.2g}, cosine {self.cosine:.3f}"
+        return self.words or f"relative L2 distance {self.relative:.2g}, cosine {self.cosine:.3f}"
 
 
 class Choice(NamedTuple):

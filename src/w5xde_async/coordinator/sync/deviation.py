@@ -66,10 +66,14 @@ def with_words(
 ) -> Deviation:  # fmt: skip
     """Losses and untouched parameters belong to a result too."""
     if set(mine_untouched) != set(theirs_untouched):
-        return found._replace(relative=math.inf, same_bits=False)
+        differ = set(mine_untouched) ^ set(theirs_untouched)
+        words = f"sums: {found}; but one says that {len(differ)} parameter(s) had no gradient and the other does not"
+        return found._replace(relative=math.inf, same_bits=False, words=words)
     gap = 0.0
     for a, b in zip(mine, theirs, strict=True):
         if a == b or (not math.isfinite(a) and not math.isfinite(b)):
             continue
         gap = max(gap, abs(a - b) / max(abs(b), 1.0) if math.isfinite(a - b) else math.inf)
-    return found._replace(relative=max(found.relative, gap))
+    if gap <= found.relative:
+        return found
+    return found._replace(relative=gap, words=f"sums: {found}; but losses {gap:.2g} apart, relatively")
