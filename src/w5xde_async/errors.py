@@ -6,6 +6,7 @@ The type says what the caller does next::
         LocalError              our own bug or our own machine: stop and report
             ProtocolViolation   we were about to break the protocol ourselves
             DeviceLost          the device is of no use to this process any more: start another, exit code 7
+            ReaderDied          a process that reads the dataset died over the same samples again and again
             IslandBroken        a leaf failed on some ranks of an island: start all of them again, exit code 8
         UsageError              the person must change something: one line, exit code 2
             JobError            the job cannot be loaded or cannot work; says what and where
@@ -116,6 +117,21 @@ class DeviceLost(LocalError):
         super().__init__(f"{device} is lost to this process: {reason}; only a new process gets it back")
 
 
+class ReaderDied(LocalError):
+    """A process that reads the dataset ended while it read. Fields: ``how`` it ended, what it was ``doing``.
+
+    ``again``: so did others, with nothing read beside them.
+    """
+
+    def __init__(self, how: str, doing: str, *, again: bool = False) -> None:
+        self.how, self.doing = how, doing
+        advice = (
+            ", and so did those before it: something that it calls crashes, or memory is short; --loader-processes 0 "
+            "reads without such processes"
+        )
+        super().__init__(f"a reading process {how} while it {doing}" + advice * again)
+
+
 class IslandBroken(LocalError):
     """The job failed on a leaf that this rank of an island computed, and not on all ranks: the others wait for it.
 
@@ -152,6 +168,9 @@ class JobError(UsageError):
     def __init__(self, reference: str, reason: str, hint: str = "") -> None:
         self.reference, self.reason, self.hint = reference, reason, hint
         super().__init__(f"job {reference}: {reason}" + (f"; {hint}" if hint else ""))
+
+    def __reduce__(self) -> tuple[type[JobError], tuple[str, str, str]]:
+        return type(self), (self.reference, self.reason, self.hint)  # a reading process may raise it
 
 
 class PortInUse(UsageError):
@@ -258,10 +277,13 @@ class LeafFailed(W5xdeError):
 
     @staticmethod
     def shown(error: BaseException) -> str:
-        """The traceback from the first frame outside of this package: the user's, or the called library's.
+        """The traceback from the first frame outside of this package: the user's, or the called library's; of a process
+        that died, how it did.
 
         At most 8,000 characters: a longer one is cut in the middle.
         """
+        if isinstance(error, ReaderDied):  # it was raised by nobody's code
+            return str(error)
         made = traceback.TracebackException.from_exception(error)
         one: traceback.TracebackException | None = made
         while one is not None:

@@ -182,7 +182,7 @@ def refused() -> dict[str, str]:
         errors.seek(0)
         said["island"] = f"{int(code)} {errors.read()}"
     try:
-        _process_pool(jobs.mlp_sgd(), None, "", 1).shutdown()
+        _process_pool(jobs.mlp_sgd(), None, "", 1).close()
         said["processes"] = ""
     except UsageError as error:
         said["processes"] = str(error)

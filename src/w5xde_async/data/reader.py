@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +19,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten, on_host
 from w5xde_async.data.config import ReadersConfig
+from w5xde_async.data.reading_processes import ReadingProcesses, Reads
 from w5xde_async.data.stream import AT_FAULT, StreamReader
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job, load_job, made_by
@@ -80,12 +80,10 @@ class LeafReader:
             threads, processes = 1, 0
         remote = processes > 0 and not self.gathers
         self.num_readers = max(1, processes or threads)
-        # Starting a process blocks, and so does telling it something: each has threads here that wait for it.
-        self._threads = make_pool(2 * self.num_readers if remote else self.num_readers, "w5xde-load")
-        self._start = partial(_process_pool, job, reference, local, processes) if remote else None
-        self._starting = threading.Lock()
+        # Starting a process blocks, and so does telling it something: each has a thread here that waits for it.
+        self._threads = make_pool(self.num_readers, "w5xde-load")
+        self._processes = _process_pool(job, reference, local, processes) if remote else None
         self._jobs: set[Future[Any]] = set()  # reads under way, and those that wait for a thread
-        self._processes: ProcessPoolExecutor | None = None
 
     @property
     def may_draw(self) -> bool:
@@ -96,7 +94,7 @@ class LeafReader:
         """The batch of these samples (int64). What their reading raises has the one at fault, if it is one's fault, as
         its attribute ``AT_FAULT``."""
         loop = asyncio.get_running_loop()
-        if self._start is None:
+        if self._processes is None:
             return self.submit(self._read_here, indices, seed)
         read: asyncio.Future[Read] = loop.create_future()
 
@@ -108,7 +106,7 @@ class LeafReader:
             else:
                 read.set_result(outcome)
 
-        self.submit(self._read_there, indices, seed).add_done_callback(hand_on)
+        self.submit(self._processes.read, indices, seed).add_done_callback(hand_on)
         return read
 
     def gather(self, indices: NDArray[np.int64]) -> Read:
@@ -136,7 +134,7 @@ class LeafReader:
         await asyncio.gather(*under_way, return_exceptions=True)
         await loop.run_in_executor(None, self._threads.shutdown)
         if self._processes is not None:
-            await loop.run_in_executor(None, self._processes.shutdown)
+            await loop.run_in_executor(None, self._processes.close)
 
     def submit(self, call: Callable[..., _T], *args: Any) -> asyncio.Future[_T]:
         """Have one of the threads call something that reads, too."""
@@ -144,13 +142,6 @@ class LeafReader:
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
         return asyncio.wrap_future(job)
-
-    def _read_there(self, indices: NDArray[np.int64], seed: int) -> Read | BaseException:
-        assert self._start is not None
-        with self._starting:
-            self._processes = self._processes or self._start()
-        reading = self._processes.submit(_read_remotely, indices, seed)
-        return reading.exception() or reading.result()
 
     def _read_here(self, indices: Any, seed: int) -> Read:
         if self.gathers:
@@ -227,34 +218,28 @@ def _raises(call: Callable[[list[Any]], Any], argument: list[Any]) -> bool:
     return False
 
 
-_job_here: Job | None = None  # in a reading process: the job it reads for
-
-
-def _process_pool(job: Job, reference: str | None, local: str, processes: int) -> ProcessPoolExecutor:
+def _process_pool(job: Job, reference: str | None, local: str, processes: int) -> ReadingProcesses:
     # A job that has a name on the command line is loaded anew; one that was built in a program is inherited by fork.
     if reference is not None:
-        spawned = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(processes, spawned, initializer=_load_remotely, initargs=(reference, local))
+        return ReadingProcesses(processes, "spawn", partial(_opened, reference, local))
     if not hasattr(os, "fork"):
         raise UsageError(
             "loader_processes: on Windows other processes read a job by its name alone; give the job as FILE.py:NAME, "
             "or use loader_threads"
         )
-    context = multiprocessing.get_context("fork")
-    return ProcessPoolExecutor(processes, context, initializer=_inherit, initargs=(job,))
+    return ReadingProcesses(processes, "fork", partial(_reads, job))
 
 
-def _inherit(job: Job) -> None:
-    global _job_here
+def _reads(job: Job) -> Reads:
+    """In a reading process: what reads for the job."""
     torch.set_num_threads(1)
-    _job_here = job
+    return partial(_read_seeded, job)
 
 
-def _load_remotely(reference: str, local: str) -> None:
-    global _job_here
+def _opened(reference: str, local: str) -> Reads:
     torch.set_num_threads(1)
     job = load_job(reference)
-    _job_here = with_local_data(job, local) if local else job
+    return _reads(with_local_data(job, local) if local else job)
 
 
 def with_local_data(job: Job, where: str) -> Job:
@@ -268,7 +253,6 @@ def with_local_data(job: Job, where: str) -> Job:
     return replace(job, dataset=dataset)
 
 
-def _read_remotely(indices: Any, seed: int) -> Read:
-    assert _job_here is not None
+def _read_seeded(job: Job, indices: Any, seed: int) -> Read:
     seed_all(seed)
-    return _fetch(_job_here, indices)
+    return _fetch(job, indices)

@@ -1,0 +1,270 @@
+"""Reading processes: what was read by one that died is read again, and none outlives its owner."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from w5xde_async.data.config import DataConfig, ReadersConfig
+from w5xde_async.data.loader import Loader
+from w5xde_async.data.reader import LeafReader
+from w5xde_async.data.stream import AT_FAULT
+from w5xde_async.errors import JobError, LeafFailed
+from w5xde_async.job import Job
+from w5xde_async.plan.sampler import Sampler
+from w5xde_async.plan.tree import Block
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the job is inherited by fork")
+SAMPLES, LEAF = 16, 4
+LEAF_3 = np.arange(12, 16)
+
+
+class Dataset:
+    """Samples of a number and a random one; ``at(index)`` is called before each is read."""
+
+    def __init__(self, at: Callable[[int], object]) -> None:
+        self.at = at
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        self.at(index)
+        return index, torch.rand(2)
+
+
+def job(at: Callable[[int], object] = lambda index: None) -> Job:
+    return Job(
+        model=nn.Identity, dataset=Dataset(at), optimizer=lambda m: None, batch_size=8, microbatch_size=LEAF, epochs=1
+    )  # type: ignore[arg-type, return-value]  # fmt: skip
+
+
+@asynccontextmanager
+async def reading(at: Callable[[int], object] = lambda index: None, processes: int = 2) -> AsyncIterator[LeafReader]:
+    reader = LeafReader(job(at), ReadersConfig(loader_processes=processes))
+    try:
+        yield reader
+    finally:
+        await reader.aclose()
+
+
+def rows(reads: list[Any]) -> list[list[Any]]:
+    return [[tensor.tolist() for tensor in read.tensors] for read in reads]
+
+
+async def all_leaves(reader: LeafReader) -> list[list[Any]]:
+    leaves = np.arange(SAMPLES).reshape(-1, LEAF)
+    return rows(await asyncio.gather(*[reader.read(leaf, seed) for seed, leaf in enumerate(leaves)]))
+
+
+def deaths(marks: Path) -> int:
+    return len(list(marks.iterdir()))
+
+
+def dies(times: int, marks: Path, *, at: int, of: Callable[[], object]) -> Callable[[int], None]:
+    """What ends its process at this sample, so often."""
+
+    def read(index: int) -> None:
+        died = deaths(marks)
+        if index == at and died < times:
+            (marks / str(died)).touch()
+            of()
+
+    return read
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_what_was_read_by_a_process_that_died_is_read_again(
+    times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with reading() as reader:
+        expected = await all_leaves(reader)
+    async with reading(dies(times, tmp_path, at=6, of=kill)) as reader:
+        assert await all_leaves(reader) == expected
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == times
+    assert all(
+        text.startswith("a reading process was ended by SIGKILL while it read samples 4, 5, 6, 7") for text in said
+    )
+
+
+async def test_a_process_that_dies_beside_the_pipe_that_its_own_holds_open(tmp_path: Path) -> None:
+    """As where a dataset starts processes: nobody sees the end of the pipe then."""
+    held = os.pipe()
+
+    def fork_and_die() -> None:
+        if os.fork():
+            kill()
+        os.close(held[1])
+        os.read(held[0], 1)  # until the test closes it
+        os._exit(0)
+
+    async with reading(dies(1, tmp_path, at=13, of=fork_and_die), processes=1) as reader:
+        read = await reader.read(LEAF_3, 0)
+    os.close(held[0])
+    os.close(held[1])
+    assert read.tensors[0].tolist() == LEAF_3.tolist()
+
+
+@pytest.mark.parametrize(
+    ("of", "how"),
+    [(kill, "was ended by SIGKILL"), (partial(os._exit, 3), "ended with exit code 3")],
+    ids=["killed", "exits"],
+)
+async def test_the_sample_is_named_whose_reading_ends_every_process(
+    of: Callable[[], object], how: str, tmp_path: Path
+) -> None:
+    async with reading(dies(99, tmp_path, at=13, of=of)) as reader:
+        with pytest.raises(Exception, match=f"a reading process {how} while it read sample 13, and") as caught:
+            await reader.read(LEAF_3, 0)
+        assert getattr(caught.value, AT_FAULT) == 13
+        assert deaths(tmp_path) == 3
+        await reader.read(np.arange(4), 0)  # others go on
+
+
+async def test_a_leaf_that_ends_processes_as_a_whole_blames_no_sample(tmp_path: Path) -> None:
+    class Whole(Dataset):
+        def __getitems__(self, indices: list[int]) -> list[tuple[int, Tensor]]:
+            if len(indices) == LEAF:
+                os._exit(3)
+            return [self[index] for index in indices]
+
+    whole = job()
+    object.__setattr__(whole, "dataset", Whole(lambda index: None))
+    reader = LeafReader(whole, ReadersConfig(loader_processes=1))
+    with pytest.raises(Exception, match="while it read samples 12, 13, 14, 15, and so did") as caught:
+        await reader.read(LEAF_3, 0)
+    await reader.aclose()
+    assert not hasattr(caught.value, AT_FAULT)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+async def test_such_a_sample_ends_the_run_or_is_left_out(most: int, tmp_path: Path) -> None:
+    steps = Sampler(num_samples=SAMPLES, batch_size=8, leaf_samples=LEAF, seed=3)
+    plan = steps.plan(0)
+    bad = int(plan.indices[5])
+    told: list[tuple[int, str]] = []
+    errors: asyncio.Queue[BaseException] = asyncio.Queue()
+    loader = Loader(
+        job(dies(99, tmp_path, at=bad, of=partial(os._exit, 3))), steps,
+        DataConfig(loader_processes=2, max_bad_samples=most),
+        on_skip=lambda *of: told.append(of), on_error=errors.put_nowait,
+    )  # fmt: skip
+    loader.open(plan)
+    if most:
+        data = await loader.wait(0, Block(1, 2))
+        assert data is not None
+        assert [sample for sample, _ in told] == [bad]
+        assert told[0][1].startswith("a reading process ended with exit code 3 while it read sample")
+    else:
+        error = await errors.get()
+        assert isinstance(error, LeafFailed)
+        assert error.sample == bad
+        assert str(error).startswith("step 0, leaf 1: a reading process ended with exit code 3 while it read sample")
+    await loader.aclose()
+
+
+class Awkward(Exception):
+    """As h5py's, PIL's and botocore's: what it is made of is not what it keeps."""
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__(f"{name}: {code}")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [(Awkward("corrupt", 7), RuntimeError, "Awkward: corrupt: 7"), (JobError("x", "y", "z"), JobError, "job x: y; z")],
+    ids=["awkward", "job"],
+)
+async def test_what_cannot_be_sent_as_it_was_raised_is_told(error: Exception, kind: type, said: str) -> None:
+    def fail(index: int) -> None:
+        if index == 13:
+            raise error
+
+    async with reading(fail) as reader:
+        with pytest.raises(kind, match=said) as caught:
+            await reader.read(LEAF_3, 0)
+        if kind is RuntimeError:
+            assert getattr(caught.value, AT_FAULT) == 13
+
+
+async def process_of(reader: LeafReader) -> int:
+    read = await reader.read(np.arange(1), 0)
+    return int(read.structure.split(b"pid ")[1].split(b";")[0])
+
+
+class Named:
+    """Samples that say who reads them."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, str]:
+        return index, f"pid {os.getpid()};"
+
+
+def named_job() -> Job:
+    return Job(model=nn.Identity, dataset=Named(), optimizer=lambda m: None, batch_size=1, epochs=1)  # type: ignore[arg-type, return-value]
+
+
+async def test_what_stops_a_run_in_good_order_stops_no_reader() -> None:
+    reader = LeafReader(named_job(), ReadersConfig(loader_processes=1))
+    process = await process_of(reader)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(process, number)
+        assert await process_of(reader) == process
+    await reader.aclose()
+
+
+async def test_one_that_dies_between_reads_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    reader = LeafReader(named_job(), ReadersConfig(loader_processes=1))
+    process = await process_of(reader)
+    os.kill(process, signal.SIGKILL)
+    await asyncio.to_thread(os.waitid, os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    assert await process_of(reader) != process
+    assert [record.getMessage() for record in caplog.records] == [
+        "a reading process was ended by SIGKILL while it had nothing to do"
+    ]
+    await reader.aclose()
+
+
+def test_no_reader_outlives_its_owner_that_is_killed() -> None:
+    """Also where it reads, and where another that was forked later holds the pipe that tells of the owner's end."""
+    ends, begun = os.pipe(), os.pipe()
+
+    def hang(index: int) -> None:
+        os.write(begun[1], b".")
+        signal.pause()
+
+    async def own() -> None:
+        reader = LeafReader(job(hang), ReadersConfig(loader_processes=2))
+        reads = [reader.read(LEAF_3, 0), reader.read(np.arange(4), 0)]
+        await asyncio.gather(*reads)
+
+    owner = multiprocessing.get_context("fork").Process(target=lambda: asyncio.run(own()))
+    owner.start()
+    os.close(ends[1])
+    for _ in range(2):
+        assert os.read(begun[0], 1)
+    owner.kill()
+    owner.join()
+    owner.close()
+    assert os.read(ends[0], 1) == b""  # all that had its other end are gone
+    for descriptor in (ends[0], *begun):
+        os.close(descriptor)
