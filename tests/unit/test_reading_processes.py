@@ -268,3 +268,42 @@ def test_no_reader_outlives_its_owner_that_is_killed() -> None:
     assert os.read(ends[0], 1) == b""  # all that had its other end are gone
     for descriptor in (ends[0], *begun):
         os.close(descriptor)
+
+
+JOB = """
+import os
+from torch import nn
+from w5xde_async import Job
+
+class Hangs:
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        os.write(os.open(FIFO, os.O_WRONLY), b".")
+        import signal
+        signal.pause()
+
+def job():
+    return Job(model=nn.Identity, dataset=Hangs(), optimizer=lambda m: None, batch_size=4, epochs=1)
+"""
+
+
+@pytest.mark.slow
+def test_nor_does_one_that_was_started_anew(tmp_path: Path) -> None:
+    path, fifo = tmp_path / "training.py", tmp_path / "fifo"
+    path.write_text(f"FIFO = {str(fifo)!r}\n{JOB}")
+    os.mkfifo(fifo)
+
+    async def own() -> None:
+        reader = LeafReader(job(), ReadersConfig(loader_processes=2), reference=f"{path}:job")
+        await asyncio.gather(reader.read(LEAF_3, 0), reader.read(np.arange(4), 0))
+
+    owner = multiprocessing.get_context("fork").Process(target=lambda: asyncio.run(own()))
+    owner.start()
+    with fifo.open("rb", buffering=0) as ends:
+        assert ends.read(1)
+        owner.kill()
+        owner.join()
+        owner.close()
+        assert ends.read().strip(b".") == b""  # until both are gone, of which one may just have begun
