@@ -163,9 +163,11 @@ def _allow_descriptors() -> None:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # a system may have a lower limit than it says
+    while soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # a system may have a lower limit than it says, as macOS does
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return
+        wanted //= 2
 
 
 _MOST_DESCRIPTORS = 1 << 16

@@ -373,7 +373,7 @@ async def test_who_comes_and_goes_for_ever_fills_no_disk(
             try:
                 welcome = await peer.expect(Welcome)
             except AssertionError as error:
-                assert "workers of 127.0.0.1 have come and gone 5 times without a result" in str(error)  # noqa: PT017
+                assert "workers of 127.0.0.1 have come and gone 8 times without a result" in str(error)  # noqa: PT017
                 refused += 1
             else:
                 await peer.send(Ready(welcome.fingerprint, "cpu", "by hand", 1, ""))

@@ -31,8 +31,8 @@ from w5xde_async.updates.sync import SyncRule
 def _cursor_ahead(put: Put) -> None:
     real = resume._restore
 
-    def restore(*args: Any) -> ResumePoint:
-        point = real(*args)
+    def restore(*args: Any, **kwargs: Any) -> ResumePoint:
+        point = real(*args, **kwargs)
         return dataclasses.replace(point, step=point.step + 1)
 
     put(resume, "_restore", restore)
@@ -42,8 +42,8 @@ def _cursor_ahead(put: Put) -> None:
 def _cursor_behind(put: Put) -> None:
     real = resume._restore
 
-    def restore(*args: Any) -> ResumePoint:
-        point = real(*args)
+    def restore(*args: Any, **kwargs: Any) -> ResumePoint:
+        point = real(*args, **kwargs)
         return dataclasses.replace(point, step=max(0, point.step - 1))
 
     put(resume, "_restore", restore)
@@ -87,8 +87,8 @@ def _wrong_permutation(put: Put) -> None:
     real_plan, real_restore = Sampler.plan, resume._restore
     shift: dict[int, int] = {}
 
-    def restore(spec: RunSpec, *args: Any) -> ResumePoint:
-        point = real_restore(spec, *args)
+    def restore(spec: RunSpec, *args: Any, **kwargs: Any) -> ResumePoint:
+        point = real_restore(spec, *args, **kwargs)
         shift[id(spec.sampler)] = point.step // spec.sampler.steps_per_epoch
         return point
 
@@ -107,8 +107,8 @@ def _wrong_permutation(put: Put) -> None:
 def _samples_twice(put: Put) -> None:
     real = resume._restore
 
-    def restore(spec: RunSpec, *args: Any) -> ResumePoint:
-        point = real(spec, *args)
+    def restore(spec: RunSpec, *args: Any, **kwargs: Any) -> ResumePoint:
+        point = real(spec, *args, **kwargs)
         if not point.step:
             return point
         return dataclasses.replace(point, samples=point.samples + spec.sampler.plan(point.step - 1).num_samples)

@@ -60,8 +60,8 @@ _STARTING_S = 20.0
 _MOST_LOST = 512
 _MOST_AWAITED = 1 << 16  # leases that a worker may ask about
 _MOST_JOINING = 2  # links of one worker, beside a newer one, that build its model
-#: One name or address may come and go without a result so often in so many seconds (--max-workers, where that is more).
-_MOST_VAIN, _VAIN_S = 64, 600.0
+#: One name or address may come and go without a result so often in so many seconds, or four times --max-workers.
+_MOST_VAIN, _VAIN_S = 1024, 600.0
 _MOST_VAIN_HOMES = 1024
 _MEETING_S = 5.0  # that a volunteer is kept waiting for others before it has to say again that it is there
 _SHARE_HINT = "one name or address may have a quarter of --max-workers, or 8; raise it at the coordinator"
@@ -320,7 +320,7 @@ class Roster:
         if others >= self._config.max_workers:
             return Refusal(RefusalCode.RUN_FULL, f"the run has its {self._config.max_workers} workers", "")
         share, where = self._config.share, session.place[0]
-        if self._vain_of(session) >= self._most_vain:
+        if self._vain_of(session) > self._most_vain - 1:
             reason = f"workers of {where} have come and gone {self._most_vain} times without a result"
             return Refusal(RefusalCode.RUN_FULL, reason, "see why they end; others are let in little by little")
         if session.identity or _is_address(where):
@@ -533,7 +533,7 @@ class Roster:
 
     @property
     def _most_vain(self) -> int:
-        return max(_MOST_VAIN, self._config.max_workers)  # so many may be cut off at once and come back
+        return max(_MOST_VAIN, 4 * self._config.max_workers)  # all may be cut off and come back, again and again
 
     def _vain_of(self, session: Session) -> float:
         number, at = self._vain.get((session.place[0], session.identity), (0.0, 0.0))
@@ -541,7 +541,7 @@ class Roster:
 
     def _note_vain(self, session: Session) -> None:
         """Its worker has come and gone without a result."""
-        home, number = (session.place[0], session.identity), self._vain_of(session) + 1.0
+        home, number = (session.place[0], session.identity), min(self._vain_of(session) + 1.0, self._most_vain)
         self._vain.pop(home, None)
         self._vain[home] = number, self._clock()
         if len(self._vain) > _MOST_VAIN_HOMES:

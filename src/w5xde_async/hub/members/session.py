@@ -401,11 +401,11 @@ class Session:
             return False
         if not isinstance(received.message, Introduction):
             raise UnexpectedMessage(type(received.message).__name__, f"{self.state.value}, after so many of them")
-        self.worker_id = member_id(self.identity, received.message.key)
-        self.name = _shown(self.identity, received.message.name)
         self.rank, self.ranks = received.message.rank, received.message.ranks
         if self.rank >= self.ranks:
             raise MalformedFrame(f"rank {self.rank} of {self.ranks}")
+        self.worker_id = member_id(self.identity, received.message.key)
+        self.name = _shown(self.identity, received.message.name)
         if self._credentials.revoked(self.identity or self.worker_id, self.worker_id):
             await self._refuse(
                 RefusalCode.AUTHENTICATION, "this worker's access has been revoked", "ask whoever runs the coordinator"

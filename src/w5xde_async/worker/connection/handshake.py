@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import w5xde_async
 from w5xde_async.compute.program.carriage import Unloading, digest_of
 from w5xde_async.compute.program.form import FORM, Document
-from w5xde_async.errors import MalformedFrame, RefusalCode, Refused, UnexpectedMessage, W5xdeError
+from w5xde_async.errors import LinkLost, MalformedFrame, RefusalCode, Refused, UnexpectedMessage, W5xdeError
 from w5xde_async.job import PRECISIONS
 from w5xde_async.net.link import Accept, Link, Received
 from w5xde_async.net.outbox import Outbox
@@ -21,6 +23,7 @@ from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
 from w5xde_async.wire.handshake import NONCE_BYTES, WORKER, State, advance, prove, verify
 
 _MAX_INNER_BYTES = 1 << 20
+_LAST_WORDS_S = 2.0
 
 Receive = Callable[[Accept], Awaitable[Received]]
 """As ``Link.recv``."""
@@ -132,7 +135,14 @@ async def prove_each_other(link: Link, *, token: str, identity: str = "") -> byt
     secret = token.encode()
     nonce = os.urandom(NONCE_BYTES)
     binding = hashlib.sha256(link.certificate).digest() if link.certificate else b""
-    await link.send(encode(messages.Hello(messages.PROTOCOL_VERSION, nonce, "", "", "", identity)))
+    try:
+        await link.send(encode(messages.Hello(messages.PROTOCOL_VERSION, nonce, "", "", "", identity)))
+    except LinkLost as lost:
+        # TLS 1.3 refuses a certificate after the handshake: why it went, the coordinator has said before.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await _expect(link, State.GREETING)
+        raise lost
     challenge = await _expect(link, State.GREETING)
     assert isinstance(challenge, messages.Challenge)
     if challenge.protocol != messages.PROTOCOL_VERSION:
