@@ -274,7 +274,7 @@ def build_model(job: Job, *, replica: bool = False) -> nn.Module:
                 raise JobError(
                     "model",
                     f"parameter {name!r} has a hook on its gradient, which no copy of the model has",
-                    "give a function that makes the model and its hooks (model=make)",
+                    "remove it, or give a function that makes the model and its hooks (model=make)",
                 )
         return (copy.deepcopy(job.model) if replica else job.model).train()
     return made_model(job.model, job.seed).train()

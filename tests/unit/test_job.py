@@ -318,7 +318,9 @@ def test_hooks_that_no_copy_has_are_refused(hook: str) -> None:
     given = model()
     given.get_parameter(next(name for name, _ in given.named_parameters())).__getattribute__(hook)(lambda _: None)
     for replica in (True, False):
-        with pytest.raises(JobError, match=r"has a hook on its gradient, which no copy of the model has; give a func"):
+        with pytest.raises(
+            JobError, match=r"has a hook on its gradient, which no copy of the model has; remove it, or give a func"
+        ):
             build_model(
                 Job(model=given, dataset=[1], optimizer=sgd, loss=nn.functional.mse_loss, epochs=1), replica=replica
             )

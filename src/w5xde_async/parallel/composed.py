@@ -65,6 +65,7 @@ Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module | None]
 _DATA = "fsdp"  # the axis whose ranks have leaves of their own
 _ALIKE = 1e-3  # copies of a gradient may differ by so much (relative): other devices round otherwise
 _PATIENCE_S = 20.0  # for the other ranks, who raise what this one has raised
+_ALIKE_S = 2.0  # and for those whose leaf is another, and may not have failed
 
 
 class ComposedEngine:
@@ -311,8 +312,10 @@ class ComposedEngine:
             known = self._touched | now.changed
             said[1:] = [int(entry in known) for entry in entries]
             said += struct.unpack(f"<{len(copied)}q", struct.pack(f"<{len(copied)}d", *total.norms(copied)))
+        # With leaves in turns the others may wait for this rank's part of what ``fully_shard`` exchanges, and not come.
+        patience_s = None if failure is None else _PATIENCE_S if self._turns == 1 else _ALIKE_S
         try:
-            told = self._group.numbers(said, None if failure is None else _PATIENCE_S)
+            told = self._group.numbers(said, patience_s)
         except TimeoutError:
             assert failure is not None
             raise LoneLeafError.alone(failure) from None
@@ -348,7 +351,7 @@ class ComposedEngine:
         )
 
     def _failed(self, error: BaseException, leaf: int) -> LeafError:
-        """Raises what is none of the job's doing."""
+        """Raises what is none of the job's doing, and LoneLeafError where nothing can follow."""
         if is_interrupt(error) or isinstance(error, UsageError) or is_rank_gone(error):
             raise error
         if not self._told_of_failure:
@@ -360,6 +363,8 @@ class ComposedEngine:
             )  # fmt: skip
         for unit in self._units:
             if cast(Any, unit)._get_fsdp_state()._is_root:
+                if not hasattr(unit, "reset_iter_state"):  # as torch 2.11 has not
+                    raise LoneLeafError(leaf, error) from error
                 unit.reset_iter_state()
         self._drop_gradients(whole_too=True)
         return LeafError(leaf, error)

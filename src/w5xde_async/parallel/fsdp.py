@@ -308,6 +308,8 @@ class FsdpEngine:
                 "fully_shard when backward has left it; write into a copy (inplace=False, x = x + y for x += y), leave "
                 "out --job, or use dp"
             ) from error
+        if not hasattr(self._whole, "reset_iter_state"):  # as torch 2.11 has not: it cannot go on after this
+            raise LoneLeafError(leaf, error) from error
         failure = LeafError(leaf, error)
         left = current.microbatches - current.done
         if left and not (True in self._known and (left == 1 or False in self._known)):

@@ -202,6 +202,7 @@ class RunDir:
                     self._lock = _take_lock(self.path, self._filesystem)
                 except RunDirBusy as error:
                     raise Superseded(str(self.path), "another coordinator has begun there") from error
+                self._filesystem.unlock(held)  # explicitly: a forked child may hold it too
                 held.close()
             self._write_identity()
             if self._settings is not None:

@@ -144,14 +144,10 @@ class Evaluation:
         await self.settle()
         if self._evaluator is not None and self._evaluated_step != step:
             await self._evaluate(self._evaluator, step, parameters.submit(parameters.snapshot), last=True)
-        await self._keep_best()
+        await self.keep_best()
 
-    async def stop(self) -> None:
-        """The run is stopped: wait for the one that is under way."""
-        await self.settle()
-        await self._keep_best()
-
-    async def _keep_best(self) -> None:
+    async def keep_best(self) -> None:
+        """Write the best state, where that has failed before."""
         if self.best_model is not None:
             await self.best_model.save()
 

@@ -175,7 +175,8 @@ class Shutdown:
             last = run.evaluation.evaluate_last(run.training.progress, run.training.aggregator)
             await self._until_stopped(last, "the last evaluation")
         else:
-            await self._deadline.wait(run.evaluation.stop(), "an evaluation", "the job")
+            await self._deadline.wait(run.evaluation.settle(), "an evaluation", "the job")
+            await self._deadline.wait(run.evaluation.keep_best(), "the best model")
         run.checkpointing.abandon()
         run.evaluation.abandon()
 
