@@ -25,8 +25,9 @@ def pin(memory: Tensor, device: torch.device, *, read_only: bool = False) -> boo
     """
     if not is_mapped(memory):
         return False
-    with _cuda.device(device):
-        runtime, address = _cuda.cudart(), memory.data_ptr()
+    cuda = _cuda
+    with cuda.device(device):
+        runtime, address = cuda.cudart(), memory.data_ptr()
         if int(runtime.cudaHostRegister(address, memory.nbytes, _READ_ONLY if read_only else 0)):
             with suppress(RuntimeError):  # the next call says again what this one has said
                 torch.zeros(1, device=device)
@@ -35,8 +36,8 @@ def pin(memory: Tensor, device: torch.device, *, read_only: bool = False) -> boo
     def unpin() -> None:
         # Else CUDA would take what is mapped there next for these pages. Copies may be under way.
         with suppress(RuntimeError):  # where the device is lost
-            _cuda.synchronize(device)
-        with suppress(RuntimeError), _cuda.device(device):
+            cuda.synchronize(device)
+        with suppress(RuntimeError), cuda.device(device):
             runtime.cudaHostUnregister(address)
 
     before_unmapped(memory, unpin)

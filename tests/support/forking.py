@@ -227,7 +227,8 @@ def _wait_for_it(told: dict[str, Any], given: int, out: int, err: int, status: i
     os.close(given)
     os.close(out)
     os.close(err)
-    os.write(status, b"%d\n" % program)
+    with contextlib.suppress(BrokenPipeError):  # who asked for it is gone
+        os.write(status, b"%d\n" % program)
     ended = os.pidfd_open(program)
     ready, _, _ = select.select([ended, status], [], [])
     if ended in ready:
