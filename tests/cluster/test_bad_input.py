@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import msgpack
 import pytest
@@ -385,6 +386,11 @@ async def test_who_comes_and_goes_for_ever_fills_no_disk(
         assert refused >= 10
         joined = [event for event in events if isinstance(event, WorkerJoined)]
         assert len(joined) == 20 - refused
+        assert coordinator._run is not None
+        members, gone = coordinator._run.training.roster, cast(Any, SimpleNamespace(place=("127.0.0.1",), identity=""))
+        for _ in range(20):  # a fleet that is cut off, all of which had been let in
+            members._note_vain(gone)
+        assert members._vain_of(gone) <= 8  # nor is it kept out for longer
         assert (await finish(coordinator)).digest == expected()  # after a second or so
 
 

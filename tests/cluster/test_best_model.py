@@ -196,7 +196,7 @@ async def test_a_full_disk_costs_the_best_model_and_not_the_run(
     assert result.best.value == 3.0
 
 
-@pytest.mark.parametrize("last", [5.0, 0.5, None])
+@pytest.mark.parametrize("last", [5.0, 3.0, 0.5, None])
 async def test_the_best_of_a_time_when_the_disk_was_full_is_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: float | None
 ) -> None:

@@ -88,6 +88,12 @@ async def test_a_job_whose_settings_were_changed_is_told_that_the_checkpoint_cou
     lr = "the checkpoint's optimizer setting group 0: initial_lr=0.5 counts, not the job's 0.25"
     assert f"{lr}; give --override optimizer.lr=X to change it" in said
     assert "the checkpoint's scheduler setting step_size=1 counts, not the job's 3" in said
+
+    def another(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    _, said = await run(job(another), tmp_path / "run", max_steps=6)
+    assert "step_size" not in said  # which it has not
     _, said = await run(job(halved), tmp_path / "run")
     assert "counts, not" not in said
 

@@ -26,6 +26,7 @@ from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection import dialing
 from w5xde_async.worker.connection import target as target_module
 from w5xde_async.worker.connection.dialing import Dialer
+from w5xde_async.worker.connection.handshake import prove_each_other
 from w5xde_async.worker.service import Worker
 
 _SECRET = "a secret that is long enough: 9f8e7d6c"
@@ -327,3 +328,18 @@ async def test_a_lifetime_in_which_nobody_was_reached_is_no_success() -> None:
     worker = Worker("127.0.0.1:1", config=config, runtime=Runtime(connect=nobody))
     with pytest.raises(Unreachable, match="Connection refused"):
         await worker.run()
+
+
+async def test_why_a_certificate_was_refused_is_read_though_hello_could_not_be_sent() -> None:
+    class Closed:
+        certificate = b"theirs"
+
+        async def send(self, *_: object) -> None:
+            raise LinkLost("host:1", "cut off")
+
+        async def recv(self) -> object:
+            raise LinkLost("host:1", "TLSV13_ALERT_CERTIFICATE_REQUIRED")
+
+    closed: Any = Closed()
+    with pytest.raises(LinkLost, match="CERTIFICATE_REQUIRED"):
+        await prove_each_other(closed, token="secret")

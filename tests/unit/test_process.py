@@ -91,6 +91,22 @@ def test_a_program_may_open_what_the_system_lets_it() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+def test_a_system_whose_limit_is_lower_than_it_says_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS, whose hard limit is infinite."""
+    resource = pytest.importorskip("resource", reason="Windows has no such limit")
+    limits = [256, resource.RLIM_INFINITY]
+
+    def put(_: int, wanted: tuple[int, int]) -> None:
+        if wanted[0] > 10_240:
+            raise ValueError("current limit exceeds maximum limit")
+        limits[:] = wanted
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", put)
+    _allow_descriptors()
+    assert limits == [8192, resource.RLIM_INFINITY]
+
+
 def _policy_in_a_thread(before: int) -> tuple[int, int]:
     """How a thread is scheduled that had ``before`` and asks for batch scheduling, and one that it then starts."""
     found: list[int] = []
