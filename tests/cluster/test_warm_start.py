@@ -15,6 +15,7 @@ import torch
 from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, settings, train
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.run.warm_start import begin_with
 from w5xde_async.coordinator.service import Coordinator
@@ -199,7 +200,7 @@ async def test_what_followed_from_the_arithmetic_is_kept_over_a_resume(
     given = replace(jobs.mlp_sgd(), microbatch_size=None, max_steps=4, epochs=None)
     found = []
     for steps, worth in ((2, 1), (4, 10**12)):
-        for limit in ("WORTH_FLOPS", "WORTH_SHARING_FLOPS"):
+        for limit in ("WORTH_FLOPS", "WORTH_SHARING_FLOPS", "WORTH_FLOPS_A_PARAMETER"):
             monkeypatch.setattr(f"w5xde_async.compute.leaf_size.{limit}", worth)  # as of another version
         config = settings(max_steps=steps)
         async with Coordinator(given, run_dir=tmp_path / "run", config=config) as coordinator:
@@ -208,8 +209,27 @@ async def test_what_followed_from_the_arithmetic_is_kept_over_a_resume(
             await worker
             assert coordinator._prepared is not None
             spec = coordinator._prepared.spec
-            found.append((coordinator.has_short_steps, spec.step_flops, spec.job.microbatch_size))
+            found.append((coordinator.has_short_leaves, spec.step_flops, spec.job.microbatch_size))
     assert found[0] == found[1]
     assert found[0][0]
     assert found[0][1] > 0
     assert found[0][2] == -(-given.batch_size // 8)
+
+
+@pytest.mark.parametrize(("rows", "width", "given", "one"), [
+    (1, 8, None, True), (2_000_000, 8, None, False), (1, 2048, None, False), (1, 8, 4, False),
+])  # fmt: skip
+async def test_whether_one_thread_computes_a_leaf(rows: int, width: int, given: int | None, one: bool) -> None:
+    """Not where there is much to compute, nor much to clear and to add, nor where nothing was counted."""
+
+    def model() -> nn.Module:
+        wide = nn.Linear(width, width, bias=False).requires_grad_(False)
+        return nn.Sequential(nn.Embedding(rows, width), wide, nn.Linear(width, 4))
+
+    data = TensorDataset(torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int64))
+    told = Job(
+        model=model, dataset=data, loss=nn.functional.cross_entropy, batch_size=64, max_steps=1, microbatch_size=given,
+        optimizer=lambda model: torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1),
+    )  # fmt: skip
+    async with Coordinator(told, config=settings()) as coordinator:
+        assert coordinator.has_short_leaves == one

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from w5xde_async.compute.leaf_size import WORTH_FLOPS, WORTH_SHARING_FLOPS, with_leaf_size
+from w5xde_async.compute.leaf_size import (
+    WORTH_FLOPS,
+    WORTH_FLOPS_A_PARAMETER,
+    WORTH_SHARING_FLOPS,
+    with_leaf_size,
+)
 from w5xde_async.job import Job, build_model
 
 
@@ -38,8 +43,9 @@ def test_a_job_that_says_it_is_left_alone() -> None:
 
 @pytest.mark.parametrize(("layers", "expected"), [(1, 2), (10, 2), (16, 3), (32, 6), (64, 8)])
 def test_leaves_follow_from_the_arithmetic(layers: int, expected: int) -> None:
-    given = job(square(1024, layers), 1024)
-    flops = 64 * 3 * 2 * (layers * 1024 * 1024 + 4 * 1024)  # forward, and twice as much backward
+    rows = TensorDataset(torch.randn(128, 16, 256), torch.randint(0, 4, (128,)))
+    given = job(square(256, layers), 256, dataset=rows, loss=_of_means)
+    flops = 64 * 16 * 3 * 2 * (layers * 256 * 256 + 4 * 256)  # forward, and twice as much backward
     assert max(2, min(8, flops // WORTH_FLOPS)) == expected
     with torch.device("meta"):
         model = build_model(given)
@@ -47,6 +53,35 @@ def test_leaves_follow_from_the_arithmetic(layers: int, expected: int) -> None:
     assert counted == flops
     assert leaves(told) == expected
     assert why == f"a step is {flops / 1e9:.3g} GFLOP"
+
+
+def _of_means(rows: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(rows.mean(1), labels)
+
+
+@pytest.mark.parametrize(("batch", "expected"), [(32, 1), (59, 1), (61, 2), (1024, 8)])
+def test_a_leaf_does_enough_with_each_parameter(batch: int, expected: int) -> None:
+    """Its gradient of them all is cleared, written, added and sent."""
+    given = job(square(1024, 16), 1024, batch=batch)
+    with torch.device("meta"):
+        model = build_model(given)
+    told, _, counted = with_leaf_size(given, model)
+    assert counted > WORTH_SHARING_FLOPS
+    assert leaves(told) == expected
+    trained = sum(parameter.numel() for parameter in model.parameters())
+    assert expected in (1, 8) or counted // expected >= WORTH_FLOPS_A_PARAMETER * trained
+
+
+def test_parameters_that_are_not_trained_have_no_gradient() -> None:
+    def half_frozen() -> nn.Module:
+        model = square(1024, 16)()
+        for parameter in list(model.parameters())[:-4]:
+            parameter.requires_grad_(False)
+        return model
+
+    given = job(half_frozen, 1024)
+    whole = job(square(1024, 16), 1024)
+    assert leaves(with_leaf_size(given, build_model(given)).job) > leaves(with_leaf_size(whole, build_model(whole)).job)
 
 
 @pytest.mark.parametrize(("width", "expected"), [(64, 1), (144, 1), (192, 2)])
@@ -58,9 +93,9 @@ def test_a_step_that_is_over_before_a_second_worker_has_its_half_is_one_leaf(wid
 
 
 def test_leaves_have_whole_microbatches_of_those_that_are_accumulated() -> None:
-    given = job(square(512, 1), 512, batch=60, accumulate_grad_batches=5)
+    given = job(square(512, 1), 512, batch=80, accumulate_grad_batches=5)
     told, _, _ = with_leaf_size(given, build_model(given))
-    assert (told.microbatch_size, told.leaf_samples, leaves(told)) == (6, 30, 2)
+    assert (told.microbatch_size, told.leaf_samples, leaves(told)) == (8, 40, 2)
 
 
 def test_model_batch_and_random_numbers_stay_as_they_were() -> None:

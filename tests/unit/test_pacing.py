@@ -117,7 +117,8 @@ def test_a_step_is_shared_out_sooner_with_those_whose_memory_is_shared() -> None
     assert not pacing.takes_whole("a", 5)
     assert pacing.takes_whole("b", 9)
     pacing.takes_work("b", False)
-    assert pacing.takes_whole("a", 9)  # there is nobody to share with
+    assert pacing.takes_whole("a", 19)  # there is nobody to share with
+    assert not pacing.takes_whole("a", 20)
     pacing.takes_work("b")
     pacing.left("a")
     assert pacing.takes_whole("a", 9)  # it may come back by another way

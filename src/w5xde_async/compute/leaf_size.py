@@ -3,8 +3,9 @@
 A leaf is a forward and a backward pass of its own, and what these cost beside their arithmetic (a call for each
 operator, a sum, a share of a lease) is paid once a leaf. So a step is cut into as many leaves as have enough to
 compute: two at least, with which two workers can share it, and eight at most. A step that is over sooner than a second
-worker could be told of its half is one leaf. The arithmetic is counted by the shapes of operators, on tensors without
-memory: the same on every machine.
+worker could be told of its half is one leaf; so is one that does little with many parameters (a large embedding, an
+expert for each sample): every leaf has a gradient of them all, which is cleared, written, added and sent.
+The arithmetic is counted by the shapes of operators, on tensors without memory: the same on every machine.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from w5xde_async.users_code import users_code
 WORTH_FLOPS = 2 * 10**9
 #: A step of fewer operations takes a core less than a millisecond. To share it with a second worker costs more.
 WORTH_SHARING_FLOPS = 10**7
+#: Operations for each parameter of which a leaf has at least so many: as of a dense layer that 30 rows go through. With
+#: fewer its gradient takes longer than its arithmetic.
+WORTH_FLOPS_A_PARAMETER = 30 * 6
 _FEWEST, _MOST = 2, 8
 _BACKWARD = 3  # times the operations of the forward pass: it, and twice as many on the way back
 _PROBED = 2  # samples: batch norm refuses one
@@ -56,6 +60,8 @@ def with_leaf_size(job: Job, model: nn.Module) -> Sized:
         leaves, reason = _MOST, "operations of the model could not be counted"
     else:
         leaves = min(_MOST, max(_FEWEST, step // WORTH_FLOPS)) if step >= WORTH_SHARING_FLOPS else 1
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        leaves = min(leaves, max(1, step // max(1, WORTH_FLOPS_A_PARAMETER * trained)))
         reason = f"a step is {step / 1e9:.3g} GFLOP"
     size = max(1, -(-job.batch_size // (leaves * job.accumulate_grad_batches)))
     return Sized(replace(job, microbatch_size=size), reason, step)

@@ -139,7 +139,7 @@ def _prepare(
             if stop_reason:  # it came while the run was being prepared
                 coordinator.request_stop(stop_reason)
             asked = "worker_threads" in settings.told or "OMP_NUM_THREADS" in os.environ
-            short = coordinator.has_short_steps and not asked
+            short = coordinator.has_short_leaves and not asked
             workers.at(
                 coordinator.address, join=coordinator.local_join, on_all_lost=coordinator.workers_failed,
                 threads=1 if short else None,

@@ -96,6 +96,7 @@ class History:
     loss: float | None = None
     counts: Counts = NOTHING_YET
     downlink_bytes: tuple[int, int] = (0, 0)
+    trained_s: float = 0.0  # from the first leases to the last commit
     contributions: Contributions = field(default_factory=Contributions)
 
 
@@ -203,6 +204,7 @@ class Phase:
         self.leaves = self.leaves_wasted = 0  #: computed and used, and not used
         self.refused: Counter[VerdictCode] = Counter()  #: leases whose work was not used, by verdict
         self.begun = False  #: leases are given
+        self._began_at = self._committed_at = 0.0
         self._waiting = ""  # what was said last of why they are not
         self._nonfinite = 0
         self._told_of: dict[str, float] = {}  # when a failure was told, by its cause
@@ -287,6 +289,13 @@ class Phase:
     def committed(self, loss: float) -> None:
         """A commit was made of steps with this loss."""
         self.last_loss = loss
+        self._committed_at = self._context.clock()
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds from the first leases to the last commit, earlier phases included: no waiting for workers to come,
+        and nothing of what is done at the end."""
+        return self._context.history.trained_s + self._committed_at - self._began_at
 
     def counts(self) -> Counts:
         """What became of the work of this phase so far."""
@@ -317,7 +326,9 @@ class Phase:
             if reason != self._waiting:
                 self._waiting = reason
                 self._context.bus.publish(Waiting(reason=reason))
-        self.begun = self.begun or ready >= wanted
+        if not self.begun and ready >= wanted:
+            self.begun = True
+            self._began_at = self._committed_at = self._context.clock()
         return self.begun
 
     def stop(self, grace_s: float | None = None) -> None:

@@ -308,8 +308,8 @@ class RunFinished(Event):
     ``step`` and ``samples`` are the whole run's; everything else this session's. ``leaves_in_vain`` were computed and
     not used: their leases had ended (stale) or another worker had been faster (duplicate). ``steps_skipped`` had no
     update: their gradient was not finite. ``short_steps`` were computed by the coordinator: too short to be sent.
-    ``bad_samples`` of the dataset cannot be read and were left out, in the whole run. ``downlink_...`` and
-    ``residuals_lost`` are as in ``RunReported``.
+    ``bad_samples`` of the dataset cannot be read and were left out, in the whole run. ``trained_s``: of ``seconds``,
+    from the first leases to the last commit. ``downlink_...`` and ``residuals_lost`` are as in ``RunReported``.
     """
 
     outcome: str
@@ -339,6 +339,7 @@ class RunFinished(Event):
     steps_skipped: int = 0
     short_steps: int = 0
     bad_samples: int = 0
+    trained_s: float = 0.0
     best: Best | None = None
 
 

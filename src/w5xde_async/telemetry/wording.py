@@ -282,8 +282,8 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint, whole: bool = 
         told = f"{told.rstrip()}\n(your own lines; all of them: --log verbose, and metrics.jsonl)"
     reason = f": {clean(told, limit=_REASON)}" if told else ""
     redone = f"{event.step - first_step:,} in this session" if first_step else ""
-    timed = event.session_samples and event.seconds > 0
-    rate = f"{short(event.session_samples / event.seconds)} samples/s" if timed else ""
+    timed = event.session_samples and event.trained_s > 0
+    rate = f"{short(event.session_samples / event.trained_s)} samples/s" if timed else ""
     lines = ["", paint("bold", paint(style, event.outcome)) + reason, ""]
     of = f" of {event.total_steps:,}" if event.total_steps else ""
     skipped = f"{event.steps_skipped:,} skipped: not finite" if event.steps_skipped else ""
@@ -293,7 +293,7 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint, whole: bool = 
     if event.loss is not None:
         lines.append(row("loss", _value(event.loss)))
     lines += [row(_name(name), _value(value)) for name, value in event.metrics.items()]
-    lines.append(row("time", duration(event.seconds)))
+    lines.append(row("time", duration(event.seconds), f"{duration(event.trained_s)} of it training" if timed else ""))
     lines.append(row("network", f"{size(event.bytes_sent)} sent", f"{size(event.bytes_received)} received"))
     if event.leaves_in_vain:
         share = event.leaves_in_vain / (event.leaves + event.leaves_in_vain)

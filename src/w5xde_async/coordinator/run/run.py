@@ -303,7 +303,7 @@ class Run:
         await before.aclose()
         history = History(
             step=step, samples=samples, loss=before.phase.last_loss, counts=before.phase.totals(),
-            downlink_bytes=before.downlink_bytes(),
+            downlink_bytes=before.downlink_bytes(), trained_s=before.phase.trained_s,
             contributions=before.roster.contributions,
         )  # fmt: skip
         self.training = self._begin(history)

@@ -133,6 +133,7 @@ class Shutdown:
                 loss=training.phase.last_loss,
                 metrics=evaluation.metrics,
                 seconds=seconds,
+                trained_s=training.phase.trained_s,
                 bytes_sent=sent,
                 bytes_received=received,
                 digest=digest,
