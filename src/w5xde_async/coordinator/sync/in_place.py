@@ -246,7 +246,7 @@ class InPlace:
         return self._batch is not None
 
     def compute(self, plan: StepPlan) -> ComputedBlock | None:
-        """The whole step. None where it is to be computed by workers after all. ``release`` follows."""
+        """The whole step. None where it is to be computed by workers after all. ``lend`` follows."""
         assert self._kind is not None
         assert self._batch is not None
         computed = self._compute(plan, Block(0, plan.num_leaves), self._batch, self._kind.threads)
@@ -264,7 +264,7 @@ class InPlace:
         return computed
 
     def release(self, computed: ComputedBlock) -> None:
-        """What ``compute`` gave was used."""
+        """What was computed here was used."""
         assert self._engine is not None
         for vector in computed.vectors:
             self._engine.release(vector)
@@ -275,7 +275,7 @@ class InPlace:
         return len(self._lent) < MOST_LENT
 
     def lend(self, computed: ComputedBlock) -> None:
-        """What ``compute_part`` gave is read where it lies, until ``committed``."""
+        """What was computed here is read where it lies, until ``committed``."""
         self._lent.extend(computed.vectors)
 
     def committed(self) -> None:

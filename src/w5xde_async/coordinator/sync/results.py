@@ -505,7 +505,8 @@ class Results:
         )
 
     def count_whole(self, computed: ComputedBlock, seconds: float) -> None:
-        """The coordinator has computed the whole current step, which nobody has begun, in so many seconds."""
+        """The coordinator has computed the whole current step, which nobody has begun, in so many seconds. It is read
+        where it lies until the step is committed."""
         state, run = self._aggregator.step, self._context.run
         assert state is not None
         leaves = state.plan.num_leaves
@@ -514,11 +515,12 @@ class Results:
         grant = self._ledger.grant(COORDINATOR, state.plan.step, most, now=run.clock(), deadline_s=math.inf)
         assert grant is not None
         assert grant.block == block
-        vector, result = self._store.vector(block), computed.vectors[-1]
+        result, supplier = computed.vectors[-1], Supplier(COORDINATOR, grant.lease)
         for bucket in range(len(self._layout.result_buckets)):
             if present := bucket not in computed.absent:
-                vector.buckets[bucket].copy_(result.buckets[bucket])
+                self._store.lay(SlotKey(block, bucket), result.buckets[bucket], supplier)
             self._store.count(block, bucket, present=present)
+        self._store.close(block)
         self._finish_own(state, grant, _done(grant, computed))
         run.history.contributions.short_steps += 1
         run.history.contributions.add_own(leaves, state.plan.num_samples, seconds)

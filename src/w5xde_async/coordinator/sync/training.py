@@ -322,7 +322,7 @@ class SyncTraining:
         if computed is None:
             return False
         self.results.count_whole(computed, self.context.clock() - began)
-        in_place.release(computed)
+        in_place.lend(computed)
         return True
 
     def _has_lease_here(self) -> bool:
