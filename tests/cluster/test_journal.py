@@ -18,7 +18,7 @@ from typing import IO, Any, BinaryIO
 import pytest
 import torch
 from tests.support import jobs, reference
-from tests.support.cluster import QUICK_WORKER, settings, train
+from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 
 from w5xde_async.coordinator.durability import checkpointing, journal_writer
 from w5xde_async.coordinator.run import resume
@@ -585,3 +585,50 @@ async def test_a_crash_after_the_disk_came_back_loses_nothing(tmp_path: Path, mo
     assert found.spec.state.digest() == expected("mlp_adamw", found.resume.step)
     result, _ = await go_on(jobs.mlp_adamw, left)
     assert result.digest == expected("mlp_adamw")
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "journal"])
+async def test_a_run_directory_that_is_moved_is_made_anew_with_all_that_a_start_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
+) -> None:
+    """A kill some steps later costs no more than one at any time."""
+    monkeypatch.setattr(journal_writer, "RETRY_S", 0.0)
+    run, left, commits, safe = tmp_path / "run", tmp_path / "left", Commits(), asyncio.Event()
+    saved: list[int] = []
+
+    def see(event: Event) -> None:
+        if isinstance(event, CheckpointSaved):
+            saved.append(event.step)
+        if isinstance(event, JournalRestored if durability == "journal" else CheckpointSaved):
+            safe.set()
+
+    def move() -> None:
+        shutil.move(run, tmp_path / "elsewhere")
+        assert coordinator._prepared is not None
+        assert coordinator._prepared.spec.files is not None
+        coordinator._prepared.spec.files.directory.filesystem.fence()  # as whoever writes there next
+
+    given = replace(jobs.mlp_sgd(), max_steps=10**6, epochs=None)
+    config = settings(durability=durability, checkpoint_every=10**6)
+    coordinator = Coordinator(given, run_dir=run, config=config, bus=commits.bus, callbacks=[see])
+    async with coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=given, config=QUICK_WORKER).run())
+        await commits.reach(5)
+        assert not saved
+        await asyncio.to_thread(move)
+        await safe.wait()
+        await asyncio.to_thread(copy, run, left)
+        coordinator.request_stop()
+        await coordinator.wait()
+        worker.cancel()
+    assert saved[0] >= 5
+    started: list[int] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, RunStarted):
+            started.append(event.resumed_step)
+
+    async with Coordinator(given, run_dir=left, config=config, callbacks=[note]) as again:
+        again.request_stop()
+        await again.wait()
+    assert started[0] >= saved[0]

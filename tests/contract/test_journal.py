@@ -546,3 +546,23 @@ def test_half_a_write_reaches_the_file(tmp_path: Path) -> None:
     finally:
         disarm()
     assert file.getvalue() == b"half"
+
+
+def test_one_whose_directory_was_deleted_or_moved_says_so_and_begins_again(tmp_path: Path) -> None:
+    """What nobody finds at the next start is not durable, whatever the disk says."""
+    made = journal(tmp_path)
+    made.begin(0, 1)
+    made.append(entry(1))
+    made.sync()
+    shutil.move(tmp_path / "journal", tmp_path / "elsewhere")
+    made.append(entry(2))
+    with pytest.raises(FileNotFoundError, match="deleted or moved") as caught:
+        made.sync()
+    assert caught.value.errno == errno.ENOENT
+    made.close()
+    made.probe(1 << 10)
+    position = made.rotate(3)  # as soon as a checkpoint of step 3 is asked for
+    made.append(entry(4))
+    made.sync()
+    made.close()
+    assert steps(tmp_path, 3, position)[0] == [4]

@@ -360,7 +360,7 @@ def test_what_no_worker_sent_is_nothing_again() -> None:
 
 
 def test_a_person_reads_what_it_means() -> None:
-    failed = JournalFailed(step=1200, reason="the disk is full", seconds=0.0)
+    failed = JournalFailed(step=1200, reason="the disk is full", seconds=0.01)
     assert line(failed, plain) == (
         "! nothing is journalled after step 1,200: the disk is full; the run goes on, a crash would go back to the "
         "last checkpoint"

@@ -224,6 +224,7 @@ def test_what_happens_is_said_when_it_happens() -> None:
     assert shown(Evaluated(step=5, metrics={"acc": 0.5}, seconds=1.2)) == "* step 5 evaluated: acc 0.5000 (1.2 s)\n"
     assert shown(CheckpointFailed(step=5, reason="disk full")) == "! no checkpoint of step 5: disk full\n"
     assert shown(Warned(text="mind")) == "! mind\n"
+    assert "step 5 saved" in shown(SAVED)  # after one that failed
     assert shown(SAVED) == ""
 
 
@@ -334,6 +335,15 @@ def test_colour_is_for_terminals_that_want_it() -> None:
     for plain in (Shown(terminal=True, color=False), Shown(), Shown(terminal=True, log_format="json")):
         assert "\x1b[3" not in plain(START, JOINED, step(1), FINISHED)
         assert "\x1b[1m" not in plain.stream.getvalue()
+
+
+def test_a_checkpoint_is_told_of_where_the_one_before_it_failed() -> None:
+    shown = Shown()
+    failed = CheckpointFailed(step=3, reason="the disk is full", safe_step=1)
+    assert shown(SAVED) == ""
+    assert "no checkpoint of step 3: the disk is full" in shown(failed)
+    assert "step 5 saved: p" in shown(SAVED)
+    assert shown(SAVED) == ""
 
 
 def test_the_table_at_the_end() -> None:

@@ -236,9 +236,12 @@ def test_one_that_is_deleted_meanwhile_is_made_anew(tmp_path: Path) -> None:
     with RunDir.open(path, resume=True) as run:
         run.next_term()
         run.write_config({"name": "x"})
+        told: list[bool] = []
+        run.on_made_anew = lambda: told.append((path / "run.json").exists())
         shutil.move(path, tmp_path / "elsewhere")
         store = CheckpointStore(run.checkpoints_path, keep=1, filesystem=run.filesystem)
         store.save(Record(step=3, meta={}, groups={}))
+        assert told == [True]
         assert json.loads((path / "run.json").read_text()) == {"run_id": run.run_id, "term": 1}
         assert [entry.name for entry in run.checkpoints_path.iterdir()] == ["step-000000003"]
         assert run.config_path.read_text() == (tmp_path / "elsewhere" / "config.toml").read_text()

@@ -250,6 +250,17 @@ class Coordinator:
         if not keeping.cancelled() and (error := keeping.exception()) is not None:
             self.bus.publish(Warned(text=str(error)))
 
+    def _made_anew(self) -> None:
+        """The run directory was deleted or moved, and is there again: so is what a start after a kill needs."""
+        self.request_checkpoint()
+        keeping = asyncio.get_running_loop().run_in_executor(None, self._write_access_anew)
+        keeping.add_done_callback(self._kept)
+
+    def _write_access_anew(self) -> None:
+        assert self._access is not None
+        self._access.write_anew()
+        self._access.write_join_file(self.port)
+
     async def reload_access(self) -> None:
         """Take up what the run directory's ``secret`` and ``revoked`` say now. Raises UsageError, StoreError."""
         if self._access is None or self._training is None:
@@ -393,6 +404,13 @@ class Coordinator:
             max_links=config.max_workers + EXTRA_LINKS,
         )  # fmt: skip
         self._join_file = await loop.run_in_executor(None, access.write_join_file, self.port)
+        if files is not None:
+
+            def made_anew() -> None:
+                with suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(self._made_anew)
+
+            files.directory.on_made_anew = made_anew
         if files is not None and files.journal is not None:
             self._journal = JournalWriter(
                 files.journal, spec.layout, self.bus, step=resume.step, clock=self._runtime.clock,

@@ -19,7 +19,7 @@ from pathlib import Path
 from w5xde_async.config import PATH, YES_OR_NO, Config, setting
 from w5xde_async.errors import StoreError, UsageError, need
 
-_CERTIFICATE, _KEY = "cert.pem", "key.pem"
+_CERTIFICATE, _KEY = OWN_FILES = "cert.pem", "key.pem"
 _VALID_DAYS = 3650
 
 

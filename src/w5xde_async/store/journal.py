@@ -14,6 +14,7 @@ One writer at a time (the run directory's lock). Blocking. Digests find damage, 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -105,6 +106,7 @@ class Journal:
         self._run_id, self._fingerprint = run_id, fingerprint
         self._filesystem = filesystem or Filesystem()
         self._file: BinaryIO | None = None
+        self._path = directory  # of that file
         self._sequence = 0
         self._position = 0  # the end of what was written to the file, and what of it is durable:
         self._chain = b""
@@ -273,9 +275,6 @@ class Journal:
         """
         self._term = term
         with disk_errors(self._directory, "begin a segment of the journal"):
-            if not self._directory.is_dir():
-                self._filesystem.make_directory(self._directory)
-                self._filesystem.sync_directory(self._directory.parent)
             if replay is not None and replay.gap is not None:
                 # What lies behind the gap belongs to a course of the run that is not gone on with.
                 for path in reversed(self._paths()):
@@ -324,13 +323,15 @@ class Journal:
         """Return when everything that was appended is durable.
 
         Raises:
-            OSError: the disk said no; ``close`` and ``rotate``.
+            OSError: the disk said no, or has no such file any more; ``close`` and ``rotate``.
             StoreError: whoever came after has read the journal already: what was appended is no step of the run.
         """
         assert self._file is not None
         failpoint("journal.sync.before")
         self._filesystem.sync(self._file)
         self._filesystem.fence()
+        if not self._path.exists():  # the run directory was deleted, or moved away with it: no start would read this
+            raise FileNotFoundError(errno.ENOENT, "it was deleted or moved", str(self._path))
         self._durable = (self._position, self._chain, self._step)
         failpoint("journal.sync.after")
 
@@ -347,6 +348,7 @@ class Journal:
     def probe(self, nbytes: int) -> None:
         """Write and remove a file of ``nbytes``. Raises OSError where the disk does not take it."""
         path = temporary_beside(self._directory / "probe")
+        self._filesystem.make_directories(self._directory)
         try:
             with self._filesystem.create(path) as file:
                 for start in range(0, nbytes, _CHUNK_BYTES):
@@ -412,6 +414,7 @@ class Journal:
         failpoint("segment.create.before")
         temporary = temporary_beside(target)
         file: BinaryIO | None = None
+        self._filesystem.make_directories(self._directory)  # it may have been deleted meanwhile
         try:
             file = self._filesystem.create(temporary)
             self._filesystem.write(file, header)
@@ -427,7 +430,7 @@ class Journal:
                 with suppress(OSError):
                     self._filesystem.remove(path)
             raise
-        self._file, self._sequence = file, sequence
+        self._file, self._path, self._sequence = file, target, sequence
         self._position, self._chain, self._step = len(header), chain, step
         self._durable = (len(header), chain, step)
         failpoint("segment.create.after")

@@ -82,6 +82,8 @@ class RunDir:
         self._lock: IO[str] | None = lock
         self._making = threading.Lock()
         self._settings: Mapping[str, object] | None = None
+        #: Called, by any thread, when the directory was made anew while the run goes on.
+        self.on_made_anew: Callable[[], None] = lambda: None
         self._filesystem = filesystem
         # What lies there of a run that was set aside has been written since, by who does not know that: it is no run's.
         self.resumes = resume and (path / _IDENTITY).exists()
@@ -207,6 +209,7 @@ class RunDir:
             self._write_identity()
             if self._settings is not None:
                 self.write_config(self._settings)
+            self.on_made_anew()
 
     def _write_identity(self) -> None:
         content = json.dumps({"run_id": self.run_id, "term": self.term}).encode() + b"\n"

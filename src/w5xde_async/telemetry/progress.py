@@ -93,7 +93,7 @@ class Progress:
         self._phases_at = -math.inf
         self._began = 0.0
         self._first_step = self._total_steps = self._num_workers = 0
-        self._waiting = ""
+        self._waiting, self._unsaved = "", False
         self._last: StepCommitted | None = None
         self._shown: StepCommitted | None = None
         self._samples = 0
@@ -220,9 +220,13 @@ class Progress:
                 self._screen.write(f"{self._paint('warn', '!')} {wording.clean(event.text)}")
             case events.Waiting():
                 self._wait(event.reason)
-            case events.CheckpointSaved() if self._config.mode != "verbose":
+            case events.CheckpointSaved() if self._config.mode != "verbose" and not self._unsaved:
                 pass
             case _:
+                if isinstance(event, events.CheckpointFailed | events.CheckpointSaved):
+                    self._unsaved = isinstance(
+                        event, events.CheckpointFailed
+                    )  # until then: one that is told is good news
                 if (text := wording.line(event, self._paint)) is not None:
                     self._screen.write(text)
 

@@ -217,7 +217,7 @@ def line(event: object, paint: Paint) -> str | None:
                 text += f"; it is tried again, a crash before that goes back to step {event.safe_step:,}"
             return f"{paint('warn', '!')} {text}"
         case events.JournalFailed():
-            since = f" for {duration(event.seconds)}" if event.seconds else ""
+            since = f" for {duration(event.seconds)}" if event.seconds >= 1 else ""
             text = f"nothing is journalled{since} after step {event.step:,}: {clean(event.reason)}"
             return f"{paint('warn', '!')} {text}; the run goes on, a crash would go back to the last checkpoint"
         case events.JournalRestored():

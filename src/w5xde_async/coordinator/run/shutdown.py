@@ -98,6 +98,8 @@ class Shutdown:
         reason = str(failure) if failure is not None else "" if finished else stopped
         if finished and early:
             reason = f"stop_when, at the evaluation of step {evaluation.ended_at:,}"
+        if finished and checkpointing.save_error is not None:
+            reason = f"the last checkpoint could not be written: {checkpointing.save_error}"
         if finished and resume.step >= spec.total_steps:
             reason = "it was complete already; raise --max-steps or --epochs, or start afresh with --resume never"
         if problem is None:

@@ -21,9 +21,10 @@ from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.credentials import Credentials
 from w5xde_async.net.join import Invitation, check_strength, new_secret, read_secret_file, write_private_line
 from w5xde_async.net.own_addresses import advertised, own_addresses
-from w5xde_async.net.tls import certificate_hash, is_loopback, own_certificate, server_context
+from w5xde_async.net.tls import OWN_FILES, certificate_hash, is_loopback, own_certificate, server_context, write_private
 
 _QUARANTINED = "quarantined: "
+_FILES = ("secret", "inviting", "revoked", *(f"tls/{name}" for name in OWN_FILES))  # in the run directory
 _CERTIFIED = "w5xde coordinator"  # strangers read it: it says nothing of the run
 
 
@@ -45,6 +46,8 @@ class Access:
         self._from_file = self.context is not None and not config.token and run_path is not None
         self.credentials = Credentials(self._secret, certificate, self._inviting() if self.context is not None else "")
         self._read_revoked()
+        self._kept: dict[Path, bytes] = {}  # what lies in the run directory
+        self._remember()
 
     def __repr__(self) -> str:
         return f"<Access: {self.words}>"
@@ -114,11 +117,13 @@ class Access:
             if self._from_file:  # first: who cannot keep it must not give it out
                 self._write_secret(secret)
             self._take(secret)
+            self._remember()
 
     def reload(self) -> bool:
         """Read the run directory's ``secret`` and ``revoked`` again; True when the secret is another."""
         with self._lock:
             self._read_revoked()
+            self._remember()
             path = None if self._run_path is None else self._run_path / "secret"
             if not self._from_file or path is None or not path.exists():
                 return False
@@ -172,6 +177,24 @@ class Access:
                 raise StoreError(str(path), what) from error
             for name in listed:
                 del self._unwritten[name]
+            self._remember()
+
+    def write_anew(self) -> None:
+        """The run directory was deleted or moved, and is made anew: what lay in it of this object lies there again.
+        Else the next start would make another secret, and turn everybody away. Blocking. Raises StoreError."""
+        with self._lock:
+            for path, content in self._kept.items():
+                if not path.exists():
+                    try:
+                        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                        write_private(path, content)
+                    except OSError as error:
+                        raise StoreError(str(path), f"cannot write it anew: {error.strerror or error}") from error
+
+    def _remember(self) -> None:
+        if self._run_path is not None:
+            found = {path: path.read_bytes() for name in _FILES if (path := self._run_path / name).is_file()}
+            self._kept = {**self._kept, **found}
 
     def _certificate(self) -> tuple[ssl.SSLContext, bytes]:
         files = self._config.tls
