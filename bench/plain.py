@@ -1,4 +1,5 @@
-"""What a run on one machine costs beside the loop that a user would write: the demo, a GPT-2 of transformers, a CNN.
+"""What a run on one machine costs beside the loop that a user would write: the demo, a GPT-2 of transformers, a CNN, a
+network of 300 small layers, a mixture of experts.
 
 Ours is the command that users give, ``w5xde_async.coordinator JOB --workers N``, with the job's own settings. The peer
 is a plain loop in one process over whole batches in the same order, with the same model, weights and optimizer, and as
@@ -6,9 +7,9 @@ many torch threads as are faster here, one or all cores. They take turns (A B A 
 rounds' ratios. Where nothing is random but the order (demo, gpt2) both must end at the same loss.
 
 Figures: ``demo_over_plain_1`` and ``_2`` (workers, of which one alone has all cores; aims 0.5, 0.7),
-``gpt2_over_plain_1`` and ``_2`` (aim of two 0.95), ``cnn_over_plain_1`` and ``_2``; ``first_commit_over_plain``: from
-the command to the demo's first step (aim at most 1.3); ``..._per_s`` are samples a second, ``cpu_ms_...`` processor
-time of a step, all processes and their start included.
+``gpt2_over_plain_1`` and ``_2`` (aim of two 0.95), the same of ``cnn``, ``layers`` and ``experts``;
+``first_commit_over_plain``: from the command to the demo's first step (aim at most 1.3); ``..._per_s`` are samples a
+second, ``cpu_ms_...`` processor time of a step, all processes and their start included.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from models import text
 from report import Report, median, parser
@@ -33,9 +37,9 @@ from w5xde_async.job import Job, build_model, load_job, step_function
 from w5xde_async.plan.sampler import Sampler
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = {"demo": 400, "gpt2": 40, "cnn": 150}
-WARM = {"demo": 60, "gpt2": 8, "cnn": 30}
-EXACT = ("demo", "gpt2")  # no dropout, no statistics of a batch
+STEPS = {"demo": 400, "gpt2": 40, "cnn": 150, "layers": 120, "experts": 400}
+WARM = {"demo": 60, "gpt2": 8, "cnn": 30, "layers": 20, "experts": 100}
+EXACT = ("demo", "gpt2", "experts")  # no dropout, no statistics of a batch
 TOLERANCE = 5e-3
 _TIMEOUT_S = 240
 
@@ -63,6 +67,52 @@ def gpt2() -> Job:
         model=lambda: GPT2LMHeadModel(size), dataset=text(1024, 64, 256), step=step, batch_size=32,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), max_steps=1, drop_last=True,
     ))  # fmt: skip
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.out = nn.ModuleList(nn.Linear(32, 32) for _ in range(300)), nn.Linear(32, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.1 * torch.tanh(layer(x))
+        return self.out(x)
+
+
+class _Experts(nn.Module):
+    """Each sample goes to one of eight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(64, 8), nn.Linear(64, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.softmax(self.gate(x), -1)
+        chosen, mixed = weights.argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if (rows := chosen == number).any():
+                mixed[rows] = expert(x[rows]) * weights[rows, number : number + 1]
+        return self.out(x + mixed)
+
+
+def layers() -> Job:
+    x = torch.randn(1 << 14, 32, generator=torch.Generator().manual_seed(7))
+    return _steps("layers", _classifier(_Layers, x, (x[:, 0] > 0).long(), batch=32))
+
+
+def experts() -> Job:
+    x = torch.randn(1 << 14, 64, generator=torch.Generator().manual_seed(7))
+    return _steps("experts", _classifier(_Experts, x, x[:, :4].argmax(1), batch=128))
+
+
+def _classifier(model: Callable[[], nn.Module], x: Tensor, labels: Tensor, *, batch: int) -> Job:
+    """As a user would write it: nothing is said of microbatches, nor of the optimizer's forms."""
+    return Job(
+        model=model, dataset=TensorDataset(x, labels), loss=nn.functional.cross_entropy, batch_size=batch, max_steps=1,
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
+    )  # fmt: skip
 
 
 def _steps(name: str, job: Job) -> Job:
@@ -148,7 +198,7 @@ def theirs(name: str, threads: int) -> dict[str, float]:
 def loop(name: str, threads: int) -> None:
     """What a user would write. It prints what it did."""
     torch.set_num_threads(threads)
-    job = {"demo": demo, "gpt2": gpt2, "cnn": cnn}[name]()
+    job = {"demo": demo, "gpt2": gpt2, "cnn": cnn, "layers": layers, "experts": experts}[name]()
     torch.manual_seed(job.seed)
     model, step = build_model(job), step_function(job)
     optimizer = job.optimizer(model)

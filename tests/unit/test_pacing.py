@@ -113,6 +113,7 @@ def test_a_step_is_shared_out_sooner_with_those_whose_memory_is_shared() -> None
         pacing.takes_work(worker)
         pacing.observe(worker, 1, 0.001)
     pacing.near("a")
+    assert [pacing.whole_step_s("a", leaves) for leaves in (1, 2)] == [0.02, 0.005]  # one leaf cannot be shared
     assert pacing.takes_whole("a", 4)
     assert not pacing.takes_whole("a", 5)
     assert pacing.takes_whole("b", 9)

@@ -6,7 +6,8 @@ keep a lease from costing more than its work: ``target_lease_s``, and four times
 every worker can still have a block of that size, and ``min_lease_s`` as long as it is no more than a fair share of the
 whole step, by the quickest of the worker's last leases: a leaf that waits for a processor takes longer, but a lease
 costs no less. A step that takes a worker no longer than ``whole_step_s`` is one lease: to share it would cost more.
-With those that are ``near`` it costs half of that; where nobody else is there, twice as long a step is one lease.
+With those that are ``near`` it costs half of that; where nobody is to share it, for want of workers or leaves, one that
+takes twice as long is one lease.
 
 A result is as large as the model, however small its block. Where it takes longer on its way than a leaf to compute, its
 worker has one lease a step, sized by both (``plan.sharing``).
@@ -41,7 +42,7 @@ _COMPUTES = 4.0  # times as long as its result is on its way: a lease, as long a
 _ALONE_S = 5.0  # of work that who computes alone has at once: nobody else is to have some of it
 _COLLAPSED = 2.0  # times slower
 _NEAR = 0.5  # what a lease costs such a worker, beside one over a line
-_LONE = 2.0  # times as long is a step that nobody is there to share, and still one lease
+_LONE = 2.0  # times as long is a step that nobody is to share, and still one lease
 _FADES = 0.95  # what is believed of a line's slowness after each step in which it was not used
 
 
@@ -360,16 +361,16 @@ class Pacing:
         coordinator's memory, or its machine and they are small."""
         self._near.add(worker)
 
-    def whole_step_s(self, worker: str) -> float:
-        """A step that takes ``worker`` less than this is one lease."""
-        if len(self._workers) == 1:
+    def whole_step_s(self, worker: str, step_leaves: int) -> float:
+        """A step of so many leaves that takes ``worker`` less than this is one lease."""
+        if len(self._workers) == 1 or step_leaves == 1:
             return self.config.whole_step_s * _LONE
         return self.config.whole_step_s * (_NEAR if self.shares_short and worker in self._near else 1.0)
 
     def takes_whole(self, worker: str, step_leaves: int) -> bool:
         """Whether a step of so many leaves is so short for ``worker`` that it is not shared out."""
         leaf_s = self._expected_leaf_s(worker)
-        return leaf_s is not None and 0 < step_leaves * leaf_s < self.whole_step_s(worker)
+        return leaf_s is not None and 0 < step_leaves * leaf_s < self.whole_step_s(worker, step_leaves)
 
     def fair_leaves(self, worker: str, step_leaves: int) -> int:
         """Leaves of a step that are ``worker``'s share of it, rounded up."""

@@ -615,7 +615,8 @@ class SyncTraining:
         self._warned_of_idle = True
         self.phase.warn(
             f"{ready} workers share steps of {leaves} {'leaf' if leaves == 1 else 'leaves'}: {ready - leaves} without "
-            "work; raise batch_size or lower microbatch_size to have more leaves a step, or start fewer workers"
+            "work; start fewer workers, or have more leaves a step: a larger batch_size, or a smaller microbatch_size "
+            "(w5xde tune says whether that pays)"
         )
 
     def _allowed_s(self, grant: BlockGrant) -> float:
@@ -711,7 +712,7 @@ class SyncTraining:
             return
         grant, done, short_s = finished.grant, finished.done, self.pacing.config.whole_step_s
         work_s = done.compute_s / grant.block.num_leaves * step.plan.num_leaves
-        whole_s = self.pacing.whole_step_s(grant.worker)
+        whole_s = self.pacing.whole_step_s(grant.worker, step.plan.num_leaves)
         if grant.block.num_leaves == step.plan.num_leaves and done.compute_s < whole_s:
             in_place.watch(finished.session, done, whole=True)
         elif (
