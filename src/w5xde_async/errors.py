@@ -7,6 +7,7 @@ The type says what the caller does next::
             ProtocolViolation   we were about to break the protocol ourselves
             DeviceLost          the device is of no use to this process any more: start another, exit code 7
             ReaderDied          a process that reads the dataset died over the same samples again and again
+            ReadersLost         no process can be had that reads the dataset
             IslandBroken        a leaf failed on some ranks of an island: start all of them again, exit code 8
         UsageError              the person must change something: one line, exit code 2
             JobError            the job cannot be loaded or cannot work; says what and where
@@ -130,6 +131,17 @@ class ReaderDied(LocalError):
             "reads without such processes"
         )
         super().__init__(f"a reading process {how} while it {doing}" + advice * again)
+
+
+class ReadersLost(LocalError):
+    """No process can be had that reads the dataset. Field: ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(
+            f"reading processes {reason}; memory may be short, or what ulimit allows: give more of it, or fewer "
+            "--loader-processes (with 0, threads read)"
+        )
 
 
 class IslandBroken(LocalError):

@@ -17,11 +17,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from w5xde_async.data import reader as reader_module
 from w5xde_async.data.config import DataConfig, ReadersConfig
 from w5xde_async.data.loader import Loader
 from w5xde_async.data.reader import LeafReader
+from w5xde_async.data.reading_processes import Reads
 from w5xde_async.data.stream import AT_FAULT
-from w5xde_async.errors import JobError, LeafFailed
+from w5xde_async.errors import JobError, LeafFailed, ReadersLost
 from w5xde_async.job import Job
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.plan.tree import Block
@@ -178,6 +180,78 @@ async def test_such_a_sample_ends_the_run_or_is_left_out(most: int, tmp_path: Pa
         assert error.sample == bad
         assert str(error).startswith("step 0, leaf 1: a reading process ended with exit code 3 while it read sample")
     await loader.aclose()
+
+
+def dies_loading(
+    times: int, marks: Path, monkeypatch: pytest.MonkeyPatch, after: Callable[[], object] = lambda: True
+) -> None:
+    """Processes of readers that are made now die so often while they load the job, if ``after`` has happened."""
+    loads = reader_module._reads
+
+    def load(of: Job) -> Reads:
+        if after():
+            dies(times, marks, at=0, of=kill)(0)
+        return loads(of)
+
+    monkeypatch.setattr(reader_module, "_reads", load)
+
+
+async def test_processes_that_died_while_they_loaded_the_job_are_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with reading() as reader:
+        expected = await all_leaves(reader)
+    dies_loading(3, tmp_path, monkeypatch)
+    async with reading(processes=1) as reader:
+        assert await all_leaves(reader) == expected
+    assert [record.getMessage() for record in caplog.records] == [
+        "a reading process was ended by SIGKILL while it loaded the job: it is started again"
+    ] * 3
+
+
+async def test_one_that_cannot_load_the_job_again_blames_not_what_was_read_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the kernel has killed the process over this sample's leaf, and memory is short still."""
+    loads, read = tmp_path / "loads", tmp_path / "read"
+    for marks in (loads, read):
+        marks.mkdir()
+    dies_loading(3, loads, monkeypatch, after=lambda: deaths(read))
+    async with reading(dies(2, read, at=13, of=kill), processes=1) as reader:
+        assert (await reader.read(LEAF_3, 0)).tensors[0].tolist() == LEAF_3.tolist()
+    assert deaths(loads) == 3
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+async def test_where_all_die_loading_the_job_the_run_ends_and_no_sample_is_at_fault(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies_loading(99, tmp_path, monkeypatch)
+    steps = Sampler(num_samples=SAMPLES, batch_size=8, leaf_samples=LEAF, seed=3)
+    told: list[tuple[int, str]] = []
+    errors: asyncio.Queue[BaseException] = asyncio.Queue()
+    loader = Loader(
+        job(), steps, DataConfig(loader_processes=processes, max_bad_samples=5),
+        on_skip=lambda *of: told.append(of), on_error=errors.put_nowait,
+    )  # fmt: skip
+    loader.open(steps.plan(0))
+    error = await errors.get()
+    await loader.aclose()
+    assert isinstance(error, ReadersLost)
+    assert "was ended by SIGKILL" in str(error)
+    assert "--loader-processes" in str(error)
+    assert "sample" not in str(error)
+    assert not told
+
+
+async def test_where_no_process_can_be_started_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_pipe(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    async with reading() as reader:
+        monkeypatch.setattr(multiprocessing.get_context("fork"), "Pipe", no_pipe)
+        with pytest.raises(ReadersLost, match=r"cannot be started: .*Too many open files"):
+            await reader.read(LEAF_3, 0)
 
 
 class Awkward(Exception):

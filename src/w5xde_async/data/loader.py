@@ -36,7 +36,7 @@ from w5xde_async.data.config import DataConfig
 from w5xde_async.data.reader import LeafReader, Read
 from w5xde_async.data.shards import Fingerprints, fingerprints, shards_of
 from w5xde_async.data.stream import AT_FAULT, StreamReader, stream_of
-from w5xde_async.errors import JobError, LeafFailed, headline
+from w5xde_async.errors import JobError, LeafFailed, ReadersLost, headline
 from w5xde_async.job import Job
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.bad_samples import BadSamples
@@ -439,7 +439,7 @@ class Loader:
             self._heard_at = asyncio.get_running_loop().time()
             there = self._chunks.get((step, number)) is chunk  # else its step was closed meanwhile
             if (error := read.exception()) is not None:
-                if isinstance(error, JobError):
+                if isinstance(error, JobError | ReadersLost):
                     self._on_error(error)
                 elif not self._left_out(error):
                     self._on_error(self._failure(plan, chunk.first, error))

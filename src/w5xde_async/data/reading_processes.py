@@ -3,6 +3,7 @@
 Each reads one leaf at a time, so it is known what one was reading when it died. It is replaced, and that is read again:
 a passing lack of memory costs nothing. Where the leaf's reader dies once more, the leaf is read while the others
 rest, then sample by sample; what still ends its reader is reported. So no leaf ends more than three of them.
+One that dies while it loads the job has read nothing: it is no sample's fault, and another is started.
 
 No process outlives its owner, however that ends: a thread in each watches it. They heed neither Ctrl-C nor SIGTERM,
 which reach all processes of a terminal or a job: the owner still has something to read then.
@@ -30,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from w5xde_async.data.stream import AT_FAULT
-from w5xde_async.errors import LeafFailed, ReaderDied, headline
+from w5xde_async.errors import LeafFailed, ReaderDied, ReadersLost, headline
 from w5xde_async.users_code import heard
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ Start = Literal["spawn", "fork"]
 
 _LOOK_S = 1.0  # between two looks at whether the process at the other end is still there
 _ENDS_S = 5.0  # for a process to end that was told to
+_LOADS = 3  # that end the process, in a row, one process at a time
 _BEFORE_OTHERS = 10  # of what Python does at its end: it waits for these processes after that
 # While a process is being forked nobody else may be: it would inherit, and hold open, the end of a pipe that says that
 # the other one has died.
@@ -71,30 +73,35 @@ class ReadingProcesses:
         for process in self._all:
             self._free.put(process)
         self._resting = threading.Lock()
+        self._loading_alone = threading.Lock()
+        self._died_loading = 0  # in a row, alone
         self._at_exit = Finalize(self, _kill, args=(self._all,), exitpriority=_BEFORE_OTHERS)
 
     def read(self, indices: NDArray[np.int64], seed: int) -> Any:
         """What reading these gives, or the exception that it raised; ReaderDied if it has ended three processes, with
-        the sample at fault, if it is one's fault, as its attribute ``AT_FAULT``. Blocks; any thread may call it."""
+        the sample at fault, if it is one's fault, as its attribute ``AT_FAULT``. Blocks; any thread may call it.
+
+        Raises ReadersLost where no process can be had.
+        """
         with self._lent(1) as process:
             try:
-                return process.read(indices, seed)
+                return self._read(process, indices, seed)
             except ReaderDied as death:
                 logger.warning("%s: it is read again", death)
         with self._resting, self._lent(len(self._all)) as process:
             try:
-                return process.read(indices, seed)
+                return self._read(process, indices, seed)
             except ReaderDied as death:
                 logger.warning("%s, for the second time: each sample is read by itself", death)
             for at, sample in enumerate(indices.tolist()):
                 try:
-                    process.read(indices[at : at + 1], seed)
+                    self._read(process, indices[at : at + 1], seed)
                 except ReaderDied as death:
                     last = ReaderDied(death.how, death.doing, again=True)
                     setattr(last, AT_FAULT, sample)
                     return last
             try:
-                return process.read(indices, seed)
+                return self._read(process, indices, seed)
             except ReaderDied as death:
                 return ReaderDied(death.how, death.doing, again=True)
 
@@ -105,6 +112,33 @@ class ReadingProcesses:
         for process in self._all:
             process.end(_ENDS_S)
         self._at_exit.cancel()
+
+    def _read(self, process: _Process, indices: NDArray[np.int64], seed: int) -> Any:
+        """What this process gives, or the exception that it raised. Raises ReaderDied where it died reading."""
+        if not process.runs() and (failure := self._load(process)) is not None:
+            return failure
+        return process.read(indices, seed)
+
+    def _load(self, process: _Process) -> Any:
+        """Have it started with the job loaded; what that raised. After a death one process at a time loads: it is
+        mostly memory that was short."""
+        try:
+            return self._loaded(process)
+        except ReaderDied as death:
+            died = death
+        with self._loading_alone:
+            while self._died_loading < _LOADS:
+                logger.warning("%s: it is started again", died)
+                try:
+                    return self._loaded(process)
+                except ReaderDied as death:
+                    died, self._died_loading = death, self._died_loading + 1
+        raise ReadersLost(f"die while they load the job: the last of several {died.how}")
+
+    def _loaded(self, process: _Process) -> Any:
+        failure = process.load()
+        self._died_loading = 0
+        return failure
 
     @contextmanager
     def _lent(self, count: int) -> Iterator[_Process]:
@@ -126,16 +160,24 @@ class _Process:
         self._opens = opens
         self._running: tuple[BaseProcess, Connection] | None = None
 
-    def read(self, indices: NDArray[np.int64], seed: int) -> Any:
-        """What reading gives, or the exception that it raised. Raises ReaderDied."""
+    def runs(self) -> bool:
         if self._running is not None and self._running[0].exitcode is not None:
             logger.warning("a reading process %s while it had nothing to do", _ended(self._running[0].exitcode))
             self.end(0)
-        if self._running is None:
+        return self._running is not None
+
+    def load(self) -> Any:
+        """Start it and have the job loaded; the exception that this raised. Raises ReaderDied, ReadersLost."""
+        try:
             self._start()
-            if (failure := self._asked(None, "loaded the job")) is not None:
-                self.end(_ENDS_S)
-                return failure
+        except OSError as error:
+            raise ReadersLost(f"cannot be started: {error}") from error
+        if (failure := self._asked(None, "loaded the job")) is not None:
+            self.end(_ENDS_S)
+        return failure
+
+    def read(self, indices: NDArray[np.int64], seed: int) -> Any:
+        """What reading gives, or the exception that it raised. Raises ReaderDied."""
         numbers = indices.tolist()
         named = f"sample {numbers[0]}" if len(numbers) == 1 else f"samples {', '.join(map(str, numbers))}"
         return self._asked((indices, seed), f"read {named}")
