@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from w5xde_async.data.reading_processes import Reads
 from w5xde_async.data.stream import AT_FAULT
 from w5xde_async.errors import JobError, LeafFailed, ReadersLost
 from w5xde_async.job import Job
+from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.plan.tree import Block
 
@@ -180,6 +182,58 @@ async def test_such_a_sample_ends_the_run_or_is_left_out(most: int, tmp_path: Pa
         assert error.sample == bad
         assert str(error).startswith("step 0, leaf 1: a reading process ended with exit code 3 while it read sample")
     await loader.aclose()
+
+
+def all_kinds(samples: list[Any]) -> dict[str, Tensor]:
+    at = torch.tensor([index for index, _ in samples])
+    odd = torch.randint(0, 1 << 15, (3, 5), dtype=torch.int16)
+    return {
+        "index": at,
+        "bfloat16": odd.view(torch.bfloat16),  # some are nan, of any bits
+        "float8": odd.view(torch.float8_e5m2),
+        "bool": odd > 7,
+        "complex": torch.randn(2, 3, dtype=torch.complex64).conj(),
+        "0-dim": torch.tensor(-0.0),
+        "empty": torch.empty(0, 3),
+        "row": torch.randn(4, 5)[2],
+        "column": torch.randn(4, 5)[:, 2],
+        "turned": torch.randn(4, 5).T,
+        "expanded": torch.randn(5, 1).expand(5, 3),
+        "large": torch.randn(600_000),
+    }
+
+
+async def test_what_processes_read_has_the_bits_and_dtypes_of_what_threads_read() -> None:
+    kinds = replace(job(), collate=all_kinds)
+    found = []
+    for config in (ReadersConfig(), ReadersConfig(loader_processes=1)):
+        reader = LeafReader(kinds, config)
+        found.append(await reader.read(LEAF_3, 7))
+        await reader.aclose()
+    here, there = found
+    assert there.structure == here.structure
+    for mine, its in zip(here.tensors, there.tensors, strict=True):
+        assert (its.dtype, its.shape) == (mine.dtype, mine.shape)
+        assert bytes_of(its) == bytes_of(mine)
+
+
+async def test_what_is_read_needs_no_descriptors_and_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of either a machine may have little: ``ulimit -n``, and the 64 MiB of a container's /dev/shm."""
+
+    def none_left(*_: object) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device")
+
+    for shares in ("_share_fd_cpu_", "_share_filename_cpu_"):
+        monkeypatch.setattr(torch.UntypedStorage, shares, none_left)
+    reader = LeafReader(
+        replace(job(), collate=lambda samples: list(torch.zeros(64, 8))), ReadersConfig(loader_processes=1)
+    )
+    held = [await reader.read(LEAF_3, 0)]
+    before = len(os.listdir("/dev/fd"))
+    held += [await reader.read(LEAF_3, 0) for _ in range(3)]
+    assert len(os.listdir("/dev/fd")) == before
+    assert [len(read.tensors) for read in held] == [64] * 4
+    await reader.aclose()
 
 
 def dies_loading(

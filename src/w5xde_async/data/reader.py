@@ -34,7 +34,7 @@ _STEADY_SAMPLES = 64
 
 
 class Read(NamedTuple):
-    """Samples as a batch. Reading processes give it back (their own pipe, never a network)."""
+    """Samples as a batch."""
 
     structure: bytes
     tensors: tuple[Tensor, ...]
@@ -98,13 +98,13 @@ class LeafReader:
             return self.submit(self._read_here, indices, seed)
         read: asyncio.Future[Read] = loop.create_future()
 
-        def hand_on(there: asyncio.Future[Read | BaseException]) -> None:
+        def hand_on(there: asyncio.Future[Any]) -> None:
             if there.cancelled() or read.cancelled():
                 read.cancel()
             elif isinstance(outcome := there.exception() or there.result(), BaseException):
                 read.set_exception(outcome)  # not raised here: its traceback is the process's
             else:
-                read.set_result(outcome)
+                read.set_result(Read(*outcome))
 
         self.submit(self._processes.read, indices, seed).add_done_callback(hand_on)
         return read

@@ -5,6 +5,9 @@ a passing lack of memory costs nothing. Where the leaf's reader dies once more, 
 rest, then sample by sample; what still ends its reader is reported. So no leaf ends more than three of them.
 One that dies while it loads the job has read nothing: it is no sample's fault, and another is started.
 
+What they read comes through their pipes. To share its memory, as torch would, takes a descriptor for each tensor and
+room in /dev/shm, of which a container has 64 MiB.
+
 No process outlives its owner, however that ends: a thread in each watches it. They heed neither Ctrl-C nor SIGTERM,
 which reach all processes of a terminal or a job: the owner still has something to read then.
 """
@@ -28,16 +31,19 @@ from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from w5xde_async.data.stream import AT_FAULT
 from w5xde_async.errors import LeafFailed, ReaderDied, ReadersLost, headline
+from w5xde_async.params.flat import bytes_of
 from w5xde_async.users_code import heard
 
 logger = logging.getLogger(__name__)
 
-#: ``read(indices, seed)``, as a process does it.
-Reads = Callable[[NDArray[np.int64], int], Any]
+#: ``read(indices, seed)``, as a process does it: structure and tensors of a batch, these contiguous, in host memory.
+Reads = Callable[[NDArray[np.int64], int], tuple[bytes, tuple[Tensor, ...]]]
 Start = Literal["spawn", "fork"]
 
 _LOOK_S = 1.0  # between two looks at whether the process at the other end is still there
@@ -54,6 +60,13 @@ class _Raised(NamedTuple):
 
     error: Exception
     shown: str
+
+
+class _Batch(NamedTuple):
+    """What was read. The bytes of each tensor that has any follow it."""
+
+    structure: bytes
+    kinds: list[tuple[torch.dtype, torch.Size]]
 
 
 class _There(Exception):
@@ -217,21 +230,37 @@ class _Process:
         try:
             if question is not None:
                 pipe.send(question)
-            while not pipe.poll(_LOOK_S):
-                if process.exitcode is not None:  # and a process of its own holds its end of the pipe
-                    raise EOFError
-            answer = pipe.recv()  # its tensors are fetched from the process
+            _wait(process, pipe)
+            answer = pipe.recv()
+            if isinstance(answer, _Batch):
+                return answer.structure, _received(process, pipe, answer)
         except Exception as error:
             process.join(_LOOK_S)
             code = process.exitcode
             self.end(0)
             if code is None and not isinstance(error, EOFError):
-                return error  # it has come and cannot be taken in, as where this process has too many files open
+                return error  # it has come and cannot be taken in, as where memory is short here
             raise ReaderDied(_ended(code), doing) from error
         if isinstance(answer, _Raised):
             answer.error.__cause__ = _There(answer.shown)
             return answer.error
         return answer
+
+
+def _received(process: BaseProcess, pipe: Connection, batch: _Batch) -> tuple[Tensor, ...]:
+    tensors = tuple([torch.empty(shape, dtype=dtype) for dtype, shape in batch.kinds])
+    for tensor in tensors:
+        if tensor.nbytes:
+            _wait(process, pipe)
+            pipe.recv_bytes_into(bytes_of(tensor))
+    return tensors
+
+
+def _wait(process: BaseProcess, pipe: Connection) -> None:
+    """For what comes next. Raises EOFError where nothing will."""
+    while not pipe.poll(_LOOK_S):
+        if process.exitcode is not None:  # and a process of its own holds its end of the pipe
+            raise EOFError
 
 
 def _kill(processes: Iterable[_Process]) -> None:
@@ -264,9 +293,14 @@ def _serve(pipe: Connection, opens: Callable[[], Reads]) -> None:
             return
         while (asked := pipe.recv()) is not None:
             try:
-                pipe.send(read(*asked))
+                structure, tensors = read(*asked)
+                parts = [bytes_of(tensor) for tensor in tensors if tensor.nbytes]
             except Exception as error:
                 pipe.send(_raised(error))
+                continue
+            pipe.send(_Batch(structure, [(tensor.dtype, tensor.shape) for tensor in tensors]))
+            for part in parts:
+                pipe.send_bytes(part)
 
 
 def _raised(error: Exception) -> _Raised:
