@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import multiprocessing
 import os
 import signal
+import sqlite3
+import zipfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -306,6 +309,31 @@ async def test_where_no_process_can_be_started_the_error_says_so(monkeypatch: py
         monkeypatch.setattr(multiprocessing.get_context("fork"), "Pipe", no_pipe)
         with pytest.raises(ReadersLost, match=r"cannot be started: .*Too many open files"):
             await reader.read(LEAF_3, 0)
+
+
+@pytest.mark.parametrize("opened", ["file", "archive", "database", "bytes"])
+async def test_a_file_that_forked_processes_would_share_is_warned_of(
+    opened: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(64))
+    of = job()
+    with ExitStack() as open_now:
+        if opened == "file":
+            of.dataset.held = open_now.enter_context(path.open("rb"))
+        elif opened == "archive":
+            of.dataset.held = open_now.enter_context(zipfile.ZipFile(tmp_path / "zip", "w"))
+        elif opened == "database":
+            of.dataset.held = open_now.enter_context(closing(sqlite3.connect(tmp_path / "sql")))
+        else:  # each process has a copy
+            of.dataset.held = io.BytesIO(bytes(64))
+        await LeafReader(of, ReadersConfig(loader_processes=1)).aclose()
+    said = [record.getMessage() for record in caplog.records]
+    if opened == "bytes":
+        assert not said
+    else:
+        assert len(said) == 1
+        assert said[0].startswith("the dataset's attribute held is a file that is open, and reading processes share it")
 
 
 class Awkward(Exception):

@@ -9,7 +9,11 @@ from w5xde_async.config import Config, setting, whole
 
 @dataclass(frozen=True, kw_only=True)
 class ReadersConfig(Config):
-    """Who reads a dataset. With ``loader_processes`` these do, and no threads."""
+    """Who reads a dataset. With ``loader_processes`` these do, and no threads.
+
+    Processes that read a Job object are forked, and share the files that its dataset holds open: a dataset that seeks
+    opens its file in ``dataset[i]``, once in each process. Of a job given as FILE.py:NAME each loads its own.
+    """
 
     loader_threads: int = setting(1, "threads that read the dataset", whole(0), "data")
     loader_processes: int = setting(0, "processes that read the dataset", whole(0), "data")

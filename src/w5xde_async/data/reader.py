@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import logging
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -28,9 +31,12 @@ from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.runtime import thread_pool
 from w5xde_async.users_code import users_code
 
+logger = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
 
 _STEADY_SAMPLES = 64
+_HOLD_FILES = ("h5py", "sqlite3")  # modules whose objects have a file that Python does not see
 
 
 class Read(NamedTuple):
@@ -227,7 +233,27 @@ def _process_pool(job: Job, reference: str | None, local: str, processes: int) -
             "loader_processes: on Windows other processes read a job by its name alone; give the job as FILE.py:NAME, "
             "or use loader_threads"
         )
+    for name in _open_files(job.dataset):
+        logger.warning(
+            "the dataset's attribute %s is a file that is open, and reading processes share it, with the place that it "
+            "is read at: they may read wrong samples; open it in dataset[i], once in each process, or give the job as "
+            "FILE.py:NAME",
+            name,
+        )
     return ReadingProcesses(processes, "fork", partial(_reads, job))
+
+
+def _open_files(dataset: Any) -> list[str]:
+    """The attributes that hold a descriptor: a process that is forked has it in common with this one."""
+    found = []
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        held = type(value).__module__.partition(".")[0] in _HOLD_FILES
+        with suppress(Exception):  # a file that is closed, or in memory
+            file = getattr(value, "fp", None) or getattr(value, "fileobj", None) or value  # of archives
+            held = held or (isinstance(file, io.IOBase) and file.fileno() >= 0)
+        if held:
+            found.append(name)
+    return found
 
 
 def _reads(job: Job) -> Reads:
