@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,19 @@ async def test_what_is_read_needs_no_descriptors_and_no_shared_memory(monkeypatc
     assert len(os.listdir("/dev/fd")) == before
     assert [len(read.tensors) for read in held] == [64] * 4
     await reader.aclose()
+
+
+async def test_one_that_dies_before_all_that_it_read_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sends = Connection.send_bytes
+
+    def send(pipe: Connection, part: memoryview) -> None:
+        dies(1, tmp_path, at=0, of=kill)(0)
+        sends(pipe, part)
+
+    monkeypatch.setattr(Connection, "send_bytes", send)
+    async with reading(processes=1) as reader:
+        assert (await reader.read(LEAF_3, 0)).tensors[0].tolist() == LEAF_3.tolist()
+    assert deaths(tmp_path) == 1
 
 
 def dies_loading(
