@@ -92,9 +92,12 @@ _REFUSAL_EXIT = {
 
 
 class W5xdeError(Exception):
-    """Root of every error this package raises on purpose."""
+    """Root of every error this package raises on purpose. Its text is fit for the wire and for any file."""
 
     exit_code: ExitCode = ExitCode.ERROR
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(utf8(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class LocalError(W5xdeError):
@@ -304,7 +307,13 @@ class LeafFailed(W5xdeError):
             if False in own[begin:]:
                 del one.stack[: own.index(False, begin)]
             one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-        return shortened("".join(made.format()))
+        return shortened(utf8("".join(made.format())))
+
+
+def utf8(text: str) -> str:
+    """``text`` without halves of characters (``surrogateescape``), as the name of a file has them that is no UTF-8, and
+    with it what is raised because of that file. As long as before."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def shortened(text: str, limit: int = _TRACEBACK_CHARACTERS) -> str:
@@ -340,7 +349,7 @@ def in_one_line(error: BaseException) -> str:
     frames = [(frame.f_code.co_filename, str(line)) for frame, line in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((error.filename, str(error.lineno)))
-    said = str(error).strip().splitlines()
+    said = utf8(str(error)).strip().splitlines()
     kind = type(error).__name__
     return f"{kind}: {said[0]}"[:_HEADLINE] + _place(frames) if said else kind + _place(frames)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,13 +18,23 @@ from tests.support.cluster import settings, train
 from tests.support.proxy import FaultProxy
 from tests.support.scripted import scripted, settle
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import JobError, LocalError, RefusalCode, Refused, StoreError, Unreachable, UpdateFailed
+from w5xde_async.errors import (
+    JobError,
+    LeafFailed,
+    LocalError,
+    RefusalCode,
+    Refused,
+    StoreError,
+    Unreachable,
+    UpdateFailed,
+)
 from w5xde_async.hub.members.roster import Roster
 from w5xde_async.job import Job
 from w5xde_async.store.checkpoint import CheckpointStore
-from w5xde_async.telemetry.events import Bus, Event, StepCommitted
+from w5xde_async.telemetry.events import Bus, Event, RunFinished, StepCommitted, Warned
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Bye, ByeCode, Refusal
 from w5xde_async.worker.config import WorkerConfig
@@ -57,6 +69,62 @@ async def test_an_optimizer_that_raises_ends_the_run_and_nothing_half_updated_is
     assert not skipped
     assert not any(bool((tensor == 7.0).all()) for tensor in record.groups["model"].values())
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+class Misnamed(Dataset[tuple[Tensor, Tensor]]):
+    """One of its samples is in a file whose name is no UTF-8. It cannot be read, which is found after a commit."""
+
+    committed = threading.Event()
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 20:
+            assert self.committed.wait(60)
+            raise ValueError(f"cannot read {os.fsdecode(bytes([0x63, 0xE9]))}.txt")
+        return torch.ones(2), torch.ones(1)
+
+
+@pytest.mark.parametrize("mute", [False, True])
+async def test_commits_are_saved_whatever_the_error_says_and_whether_or_not_it_can_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mute: bool
+) -> None:
+    events: list[Event] = []
+    dataset = Misnamed()
+    monkeypatch.setattr(dataset, "committed", threading.Event())
+    job = Job(
+        model=lambda: nn.Linear(2, 1), dataset=dataset, shuffle=False, batch_size=4, microbatch_size=2, epochs=1,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.functional.mse_loss,
+    )  # fmt: skip
+
+    def heard(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, StepCommitted):
+            dataset.committed.set()
+
+    coordinator = Coordinator(job, run_dir=tmp_path / "run", config=settings(checkpoint_every=500), callbacks=[heard])
+    async with coordinator:
+        if mute:
+            monkeypatch.setattr(Roster, "say_goodbye", Mock(side_effect=OSError("no line")))
+        worker = asyncio.create_task(Worker(coordinator.address, job=job, config=WORKER).run())
+        with pytest.raises(LeafFailed, match=r"step 5, leaf 0: ValueError: cannot read c\?\.txt .*sample 20"):
+            await coordinator.wait()
+        if mute:
+            worker.cancel()
+            await asyncio.gather(worker, return_exceptions=True)
+        else:
+            with pytest.raises(RunFailed, match=r"cannot read c\?\.txt"):
+                await worker
+    (finished,) = [event for event in events if isinstance(event, RunFinished)]
+    assert finished.outcome == "failed"
+    assert "cannot read c?.txt" in finished.reason
+    record, _ = await asyncio.to_thread(CheckpointStore(tmp_path / "run" / "checkpoints").latest)
+    assert record is not None
+    assert record.step == finished.step > 0
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    unheard = [event for event in events if isinstance(event, Warned) and "could not be told" in event.text]
+    assert len(unheard) == mute
 
 
 class Hoarding(torch.optim.SGD):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,13 @@ import torch
 from torch import nn
 
 from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import (
     _PACKAGE,
+    JobError,
     LeafFailed,
     UpdateFailed,
+    W5xdeError,
     _frames,
     headline,
     in_one_line,
@@ -75,6 +79,25 @@ def test_no_place_is_named_where_this_package_raised_it() -> None:
     assert error is not None
     assert in_one_line(error) == f"TypeError: {error}"
     assert headline(LeafFailed.shown(error)) == f"TypeError: {error}"
+
+
+def test_bytes_that_are_no_text_are_in_no_text_of_an_error() -> None:
+    """As in the name of a file from an old archive."""
+
+    def read() -> None:
+        raise ValueError(f"cannot read {os.fsdecode(bytes([0x63, 0xE9]))}.txt: é")
+
+    told = raised(read)
+    with pytest.raises(ValueError, match="cannot read") as caught:
+        read()
+    texts = [
+        told, in_one_line(caught.value), str(W5xdeError(str(caught.value))), str(JobError("a", str(caught.value))),
+        str(LeafFailed(1, 2, [3], 1, f"{told}{caught.value}")), str(UpdateFailed(1, caught.value, told)),
+        LeafError(0, caught.value).error,
+    ]  # fmt: skip
+    for text in texts:
+        assert "cannot read c?.txt: é" in text
+        text.encode()
 
 
 def test_the_headline_of_a_failed_leaf() -> None:

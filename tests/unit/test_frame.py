@@ -21,7 +21,7 @@ from w5xde_async.wire.frame import (
     encode,
     header_length,
 )
-from w5xde_async.wire.messages import MESSAGES, Heartbeat, Message, Result
+from w5xde_async.wire.messages import MESSAGES, Failed, Heartbeat, Message, Result
 
 SPEC = ("w", "float32", (2, 3), "raw", 24)
 
@@ -63,6 +63,17 @@ def test_round_trip_of_any_buffers(made: list[BufferSpec]):
     header, rest = split(encode(Result(1, 2), list(zip(made, payloads, strict=True))))
     assert decode_header(header, SESSION_CAPS) == (Result(1, 2), tuple(made))
     assert b"".join(rest) == b"".join(payloads)
+
+
+@given(st.text(st.characters(exclude_categories=()), max_size=200))
+@example("cannot read caf\udce9.txt")
+def test_any_text_can_be_sent(text: str):
+    header, _ = split(encode(Failed(1, 2, text, text)))
+    message, _ = decode_header(header, SESSION_CAPS)
+    assert isinstance(message, Failed)
+    assert len(message.error) == len(message.traceback) == len(text)
+    if text.isprintable():
+        assert message.error == text
 
 
 def test_buffers_are_not_copied():

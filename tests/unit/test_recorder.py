@@ -87,6 +87,15 @@ def test_what_is_no_number_is_a_string_everywhere(tmp_path: Path) -> None:
     assert math.isnan(number(None))
 
 
+def test_lines_hold_no_halves_of_characters(tmp_path: Path) -> None:
+    """Of a name that is no UTF-8: other readers of JSON take none."""
+    path = tmp_path / "metrics.jsonl"
+    write(path, Warned(text="caf\udce9 é"), Evaluated(step=1, metrics={"\ud800": 1.0}, seconds=1.0)).close()
+    first, second = read(path)
+    assert first["text"] == "caf? é"
+    assert second["metrics"] == {"?": 1.0}
+
+
 def test_the_join_command_is_not_recorded(tmp_path: Path) -> None:
     fields = {name: "x" for name in RunStarted.__dataclass_fields__}
     path = tmp_path / "metrics.jsonl"

@@ -41,7 +41,7 @@ from w5xde_async.compute.flops import counting_flops
 from w5xde_async.compute.halving import Halving, lacks_memory
 from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.compute.transfer import Lent, Transfer
-from w5xde_async.errors import LeafFailed, W5xdeError, shortened
+from w5xde_async.errors import LeafFailed, W5xdeError, shortened, utf8
 from w5xde_async.job import Job, StepFunction, build_model, step_function, trained_otherwise
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Bucket, Layout, runs
@@ -72,8 +72,8 @@ class LeafError(W5xdeError):
     ) -> None:
         self.lacked_memory = lacks_memory(error)
         self.vectors, self.device_lost = vectors, device_lost
-        self.leaf, self.error = leaf, _utf8(f"{type(error).__name__}: {error}"[:1000])
-        self.traceback = _utf8(LeafFailed.shown(error))
+        self.leaf, self.error = leaf, utf8(f"{type(error).__name__}: {error}"[:1000])
+        self.traceback = LeafFailed.shown(error)
         super().__init__(f"leaf {leaf}: {self.error}")
 
     @classmethod
@@ -672,8 +672,3 @@ def _add(left: Tensor, right: Tensor) -> None:
         torch.maximum(left, right, out=left)
     else:
         left.add_(right)
-
-
-def _utf8(text: str) -> str:
-    """Fit for the wire: an exception's text may hold halves of characters (``surrogateescape``)."""
-    return text.encode("utf-8", "replace").decode("utf-8")

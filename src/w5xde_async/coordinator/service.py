@@ -31,7 +31,16 @@ from w5xde_async.coordinator.run.spec import Prepared
 from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.training import NonFinite, Training
-from w5xde_async.errors import DiskHangs, JobError, LocalError, StoreError, UpdateFailed, UsageError, W5xdeError
+from w5xde_async.errors import (
+    DiskHangs,
+    JobError,
+    LocalError,
+    StoreError,
+    UpdateFailed,
+    UsageError,
+    W5xdeError,
+    in_one_line,
+)
 from w5xde_async.hub.members.access import Access
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job, shown_end
@@ -527,6 +536,8 @@ class Coordinator:
                 try:
                     result = await ending.finish(failure, self._stop_reason, say_goodbye=say_goodbye)
                 except Exception as error:
+                    if failure is not None:  # which is raised
+                        self.bus.publish(Warned(text=f"the end of the run failed, too: {in_one_line(error)}"))
                     failure = failure or error
                 ticking.cancel()
                 if told is not ByeCode.STOPPING:

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from w5xde_async.errors import utf8
 from w5xde_async.telemetry.events import Event
 
 #: Fields of events that may hold a secret: what is kept or passed on goes without them.
@@ -73,9 +74,9 @@ def plain_value(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(float(value))
     if isinstance(value, Mapping):
-        return {str(key): plain_value(item) for key, item in value.items()}
+        return {utf8(str(key)): plain_value(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [plain_value(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
         return {entry.name: plain_value(getattr(value, entry.name)) for entry in fields(value)}
-    return value
+    return utf8(value) if isinstance(value, str) else value

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from msgspec import DecodeError, Meta, Raw
+from msgspec import DecodeError, Meta, Raw, structs
 
-from w5xde_async.errors import FrameTooLarge, MalformedFrame, ProtocolViolation
+from w5xde_async.errors import FrameTooLarge, MalformedFrame, ProtocolViolation, utf8
 from w5xde_async.wire.messages import MESSAGES, Message
 
 Buffer = bytes | bytearray | memoryview
@@ -80,6 +80,8 @@ class BufferSpec(NamedTuple):
 def encode(message: Message, buffers: Sequence[tuple[BufferSpec, Buffer]] = ()) -> list[Buffer]:
     """The chunks of one frame, in order: length and header in one piece, then each buffer uncopied.
 
+    A text may have halves of characters, as names of hosts and files have: others stand in for them.
+
     Raises ProtocolViolation where a buffer is not as long as its spec says: the peer would read on out of step.
     """
     specs = []
@@ -91,7 +93,11 @@ def encode(message: Message, buffers: Sequence[tuple[BufferSpec, Buffer]] = ()) 
         specs.append(spec)
         if nbytes:
             chunks.append(data)
-    header = _ENCODER.encode((message.TYPE, message, specs))
+    try:
+        header = _ENCODER.encode((message.TYPE, message, specs))
+    except UnicodeEncodeError:
+        fields = [utf8(value) if isinstance(value, str) else value for value in structs.astuple(message)]
+        header = _ENCODER.encode((message.TYPE, fields, specs))
     chunks[0] = _LENGTH.pack(len(header)) + header
     return chunks
 

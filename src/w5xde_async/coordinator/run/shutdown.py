@@ -17,7 +17,7 @@ from typing import TypeVar
 from w5xde_async.coordinator.run.run import Run, gone
 from w5xde_async.coordinator.run.spec import Prepared
 from w5xde_async.coordinator.run_result import RunResult
-from w5xde_async.errors import DiskHangs, StoreError
+from w5xde_async.errors import DiskHangs, StoreError, in_one_line
 from w5xde_async.job import shown_end
 from w5xde_async.store.rundir import RunDir, Superseded, export_model
 from w5xde_async.telemetry.events import Bus, RunFinished, Warned
@@ -107,8 +107,11 @@ class Shutdown:
         else:  # after a failure of the disk another may go on, or this one again
             code = ByeCode.STOPPING if isinstance(problem, StoreError) else ByeCode.FAILED
         said = str(problem) if problem is not None else reason
-        self._look()  # while there are members
-        await say_goodbye(code, said.splitlines()[0][:300] if said else f"the run is {outcome}")
+        try:
+            self._look()  # while there are members
+            await say_goodbye(code, said.splitlines()[0][:300] if said else f"the run is {outcome}")
+        except Exception as error:  # what is saved does not depend on it
+            self._bus.publish(Warned(text=f"the workers could not be told of the end: {in_one_line(error)}"))
         if not finished:
             await self._save()
         failed = failure or checkpointing.save_error
