@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sqlite3
+import threading
 import zipfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, closing
@@ -27,6 +28,7 @@ from w5xde_async.data.config import DataConfig, ReadersConfig
 from w5xde_async.data.loader import Loader
 from w5xde_async.data.reader import LeafReader
 from w5xde_async.data.reading_processes import Reads
+from w5xde_async.data.shards import fingerprints
 from w5xde_async.data.stream import AT_FAULT
 from w5xde_async.errors import JobError, LeafFailed, ReadersLost
 from w5xde_async.job import Job
@@ -477,3 +479,44 @@ def test_nor_does_one_that_was_started_anew(tmp_path: Path) -> None:
         owner.join()
         owner.close()
         assert ends.read().strip(b".") == b""  # until both are gone, of which one may just have begun
+
+
+# -- fingerprints
+
+
+async def test_they_read_what_fingerprints_are_made_of() -> None:
+    """The values are those that are read here, but for a shard one of whose samples ends whoever reads it."""
+    here, owner, expected = threading.Event(), os.getpid(), fingerprints(job()).shards
+
+    def at(index: int) -> None:
+        if os.getpid() == owner:
+            here.set()
+        if index == 5:
+            os._exit(0)
+
+    async with reading(at) as reader:
+        found = await reader.submit(reader.fingerprints)
+    assert not here.is_set()
+    assert found.shards == (*expected[:5], 0, *expected[6:])
+    assert found.sample_bytes > 0
+
+
+async def test_a_run_whose_workers_have_the_data_outlives_a_sample_that_ends_its_reader() -> None:
+    owner = os.getpid()
+
+    def at(index: int) -> None:
+        assert os.getpid() != owner
+        if index == 5:
+            os._exit(0)
+
+    made = replace(job(at), local_data=lambda where: Dataset(at))
+    loader = Loader(
+        made,
+        Sampler(num_samples=SAMPLES, batch_size=8, leaf_samples=LEAF, seed=0),
+        DataConfig(loader_processes=2, max_bad_samples=1),
+    )
+    loader.open(Sampler(num_samples=SAMPLES, batch_size=8, leaf_samples=LEAF, seed=0).plan(0))
+    assert loader._fingerprinting is not None
+    found = await loader._fingerprinting
+    assert [number for number, one in enumerate(found.shards) if not one] == [5]
+    await loader.aclose()

@@ -34,7 +34,7 @@ from torch import Tensor
 from w5xde_async.compute.batch import joined
 from w5xde_async.data.config import DataConfig
 from w5xde_async.data.reader import LeafReader, Read
-from w5xde_async.data.shards import Fingerprints, fingerprints, shards_of
+from w5xde_async.data.shards import Fingerprints, shards_of
 from w5xde_async.data.stream import AT_FAULT, StreamReader, stream_of
 from w5xde_async.errors import JobError, LeafFailed, ReadersLost, headline
 from w5xde_async.job import Job
@@ -216,7 +216,7 @@ class Loader:
     def _fingerprint(self) -> None:
         """Have our own fingerprints computed."""
         if self._fingerprinting is None:
-            self._fingerprinting = asyncio.get_running_loop().run_in_executor(None, fingerprints, self._job)
+            self._fingerprinting = asyncio.get_running_loop().run_in_executor(None, self._reader.fingerprints)
             self._fingerprinting.add_done_callback(self._fingerprinted)
 
     def _fingerprinted(self, computing: asyncio.Future[Fingerprints]) -> None:

@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset, default_collate
 from w5xde_async.compute.batch import flatten, on_host
 from w5xde_async.data.config import ReadersConfig
 from w5xde_async.data.reading_processes import ReadingProcesses, Reads
+from w5xde_async.data.shards import Fingerprints, fingerprints
 from w5xde_async.data.stream import AT_FAULT, StreamReader
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job, load_job, made_by
@@ -126,6 +127,10 @@ class LeafReader:
             self._structure = flatten(rows)[0]
         return Read(self._structure, rows)
 
+    def fingerprints(self) -> Fingerprints:
+        """Of the dataset's shards, read by the processes where there are any. Blocks; any thread may call it."""
+        return fingerprints(self._job, None if self._processes is None else self._read_there)
+
     async def quiet(self) -> None:
         """Wait for the reads that are under way now, not for those that have no thread yet."""
         await asyncio.gather(
@@ -148,6 +153,13 @@ class LeafReader:
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
         return asyncio.wrap_future(job)
+
+    def _read_there(self, index: int) -> Read:
+        assert self._processes is not None
+        outcome: Read | BaseException = self._processes.read(np.array([index]), 0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
     def _read_here(self, indices: Any, seed: int) -> Read:
         if self.gathers:

@@ -8,10 +8,13 @@ sends a sample for it. It finds other data, another order and a part that is mis
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import default_collate
 
 from w5xde_async.compute.batch import flatten, on_host
@@ -23,6 +26,8 @@ from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import users_code
 
 _MOST_SHARDS = 64
+#: A sample's batch, as it is flattened: of one whose index is given, read with the seed 0.
+ReadsOne = Callable[[int], tuple[bytes, tuple[Tensor, ...]]]
 
 
 class Fingerprints(NamedTuple):
@@ -42,15 +47,19 @@ def shards_of(indices: NDArray[np.int64], num_samples: int) -> frozenset[int]:
     return frozenset(np.unique(indices // shard_samples(num_samples)).tolist())
 
 
-def fingerprints(job: Job) -> Fingerprints:
-    """Of a dataset that is read by index. Reads some hundred samples."""
+def fingerprints(job: Job, read: ReadsOne | None = None) -> Fingerprints:
+    """Of a dataset that is read by index. Reads some hundred samples: by ``read``, where not this thread is to.
+
+    Blocks.
+    """
     total, size = len(job.dataset), shard_samples(len(job.dataset))
     found, largest = [], 0
+    read = read or partial(_read, job)
     for first in range(0, total, size):
         last = min(first + size, total) - 1
         drawn = [first + seed_for("fingerprint", total, first, nth) % (last - first + 1) for nth in range(2)]
         try:
-            digest, nbytes = _digest(job, [first, last, *drawn], total)
+            digest, nbytes = _digest(read, [first, last, *drawn], total)
         except Exception:  # whatever reading raises: this shard is not there
             digest, nbytes = 0, 0
         found.append(digest)
@@ -58,15 +67,20 @@ def fingerprints(job: Job) -> Fingerprints:
     return Fingerprints(tuple(found), largest)
 
 
-def _digest(job: Job, indices: list[int], total: int) -> tuple[int, int]:
-    digest, largest = hashlib.blake2b(str((total, indices)).encode(), digest_size=8), 0
+def _read(job: Job, index: int) -> tuple[bytes, tuple[Tensor, ...]]:
     collate = job.collate or default_collate
+    with random_state(), alone(), users_code():  # what a dataset draws is seeded by the leaf later
+        seed_all(0)
+        structure, tensors = flatten(collate([job.dataset[index]]))
+    return structure, tuple(map(on_host, tensors))
+
+
+def _digest(read: ReadsOne, indices: list[int], total: int) -> tuple[int, int]:
+    digest, largest = hashlib.blake2b(str((total, indices)).encode(), digest_size=8), 0
     for index in indices:
-        with random_state(), alone(), users_code():  # what a dataset draws is seeded by the leaf later
-            seed_all(0)
-            structure, tensors = flatten(collate([job.dataset[index]]))
+        structure, tensors = read(index)
         digest.update(structure)
-        for tensor in map(on_host, tensors):
+        for tensor in tensors:
             digest.update(bytes_of(tensor))
         largest = max(largest, len(structure) + sum(tensor.numel() * tensor.element_size() for tensor in tensors))
     return max(1, int.from_bytes(digest.digest(), "big") >> 1), largest

@@ -18,7 +18,6 @@ from torch import Tensor
 from w5xde_async.compute.batch import joined
 from w5xde_async.data.config import ReadersConfig
 from w5xde_async.data.reader import LeafReader, Read, with_local_data
-from w5xde_async.data.shards import fingerprints
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.job import Job
 from w5xde_async.plan.sampler import seed_for
@@ -55,7 +54,7 @@ class OwnData:
     async def shards(self) -> tuple[int, ...]:
         """The fingerprint of each shard, 0 for one that cannot be read."""
         if self._shards is None:
-            found = await self._reader.submit(fingerprints, self._job)
+            found = await self._reader.submit(self._reader.fingerprints)
             self._shards = found.shards
         return self._shards
 
