@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,12 @@ from torch.utils.data import Dataset
 
 from w5xde_async.data.config import ReadersConfig
 from w5xde_async.data.shards import fingerprints, shard_samples, shards_of
-from w5xde_async.errors import MalformedFrame
+from w5xde_async.errors import LocalError, MalformedFrame
 from w5xde_async.job import Job, load_job
 from w5xde_async.runtime import thread_pool
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Lease
+from w5xde_async.worker.connection import own_data
 from w5xde_async.worker.connection.own_data import OwnData
 
 JOB = """
@@ -120,3 +124,41 @@ async def test_a_lease_names_its_samples_in_one_way(spec: tuple[str, tuple[int, 
         with pytest.raises(MalformedFrame, match="in another way"):
             own.check(lease, specs)
     await own.aclose()
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+async def test_a_read_that_hangs_does_not_keep_a_worker_joining(
+    processes: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It joins without the data, and has them on a later link if the disk has come back; where a thread reads, which
+    holds the random numbers of the process, it ends."""
+    if processes and not hasattr(os, "fork"):
+        pytest.skip("the job is inherited by fork")
+    monkeypatch.setattr(own_data, "_SILENT_S", 0.05)
+    hangs, ends = os.pipe()  # a read of it returns once the other end was written to
+
+    class Hanging(Numbers):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            assert index != 1 or select.select([hangs], [], [], 60)[0]
+            return super().__getitem__(index)
+
+    values = [0.0, 1.0, 2.0]
+    made = replace(job(values), local_data=lambda where: Hanging(values))
+    own = OwnData(made, "", ReadersConfig(loader_processes=processes), reference="", make_pool=thread_pool)
+    joining = asyncio.ensure_future(own.shards())
+    await asyncio.sleep(0)
+    assert own.activity == "reading its own data, 0 s for one sample"
+    if processes:
+        assert await joining == ()
+        assert "joins without its own data" in caplog.text
+        assert await own.shards() == ()  # of the next link, which does not wait for it anew
+    else:
+        with pytest.raises(LocalError, match="nothing can be computed in the process that waits for it"):
+            await joining
+    assert not own.activity
+    os.write(ends, b"\0")
+    monkeypatch.setattr(own_data, "_SILENT_S", 60.0)
+    assert await own.shards() == shards(values)
+    assert await own.aclose()
+    os.close(hangs)
+    os.close(ends)

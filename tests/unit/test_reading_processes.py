@@ -510,12 +510,9 @@ async def test_a_run_whose_workers_have_the_data_outlives_a_sample_that_ends_its
             os._exit(0)
 
     made = replace(job(at), local_data=lambda where: Dataset(at))
-    loader = Loader(
-        made,
-        Sampler(num_samples=SAMPLES, batch_size=8, leaf_samples=LEAF, seed=0),
-        DataConfig(loader_processes=2, max_bad_samples=1),
-    )
-    loader.open(Sampler(num_samples=SAMPLES, batch_size=8, leaf_samples=LEAF, seed=0).plan(0))
+    steps = Sampler(num_samples=SAMPLES, batch_size=8, leaf_samples=LEAF, seed=0)
+    loader = Loader(made, steps, DataConfig(loader_processes=2, max_bad_samples=1))
+    loader.open(steps.plan(0))
     assert loader._fingerprinting is not None
     found = await loader._fingerprinting
     assert [number for number, one in enumerate(found.shards) if not one] == [5]

@@ -93,6 +93,11 @@ class LeafReader:
         self._jobs: set[Future[Any]] = set()  # reads under way, and those that wait for a thread
 
     @property
+    def reads_here(self) -> bool:
+        """Whether threads of this process read, which may hold its random numbers meanwhile."""
+        return self._processes is None
+
+    @property
     def may_draw(self) -> bool:
         """Whether reads may wait for their turn to draw random numbers."""
         return not self.gathers and (self._stream is not None or self._random is not False)
@@ -127,9 +132,12 @@ class LeafReader:
             self._structure = flatten(rows)[0]
         return Read(self._structure, rows)
 
-    def fingerprints(self) -> Fingerprints:
-        """Of the dataset's shards, read by the processes where there are any. Blocks; any thread may call it."""
-        return fingerprints(self._job, None if self._processes is None else self._read_there)
+    def fingerprints(self, heard: Callable[[], None] = lambda: None) -> Fingerprints:
+        """Of the dataset's shards, read by the processes where there are any. Blocks; any thread may call it.
+
+        ``heard`` is called, on that thread, before each sample.
+        """
+        return fingerprints(self._job, None if self._processes is None else self._read_there, heard=heard)
 
     async def quiet(self) -> None:
         """Wait for the reads that are under way now, not for those that have no thread yet."""

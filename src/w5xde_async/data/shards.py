@@ -47,19 +47,24 @@ def shards_of(indices: NDArray[np.int64], num_samples: int) -> frozenset[int]:
     return frozenset(np.unique(indices // shard_samples(num_samples)).tolist())
 
 
-def fingerprints(job: Job, read: ReadsOne | None = None) -> Fingerprints:
+def fingerprints(job: Job, read: ReadsOne | None = None, *, heard: Callable[[], None] = lambda: None) -> Fingerprints:
     """Of a dataset that is read by index. Reads some hundred samples: by ``read``, where not this thread is to.
 
-    Blocks.
+    Blocks; ``heard`` is called before each sample.
     """
     total, size = len(job.dataset), shard_samples(len(job.dataset))
     found, largest = [], 0
-    read = read or partial(_read, job)
+    own = read or partial(_read, job)
+
+    def one(index: int) -> tuple[bytes, tuple[Tensor, ...]]:
+        heard()
+        return own(index)
+
     for first in range(0, total, size):
         last = min(first + size, total) - 1
         drawn = [first + seed_for("fingerprint", total, first, nth) % (last - first + 1) for nth in range(2)]
         try:
-            digest, nbytes = _digest(read, [first, last, *drawn], total)
+            digest, nbytes = _digest(one, [first, last, *drawn], total)
         except Exception:  # whatever reading raises: this shard is not there
             digest, nbytes = 0, 0
         found.append(digest)

@@ -257,6 +257,11 @@ class Connection:
             return None
         raise RunFailed(bye.reason[:1000])
 
+    def _activity(self) -> str:
+        if self.leases is not None:
+            return self.leases.activity
+        return (self._own.activity if self._own is not None else "") or "building the model"
+
     async def _beat(self) -> None:
         """Say that we live, and notice when the coordinator does not."""
         beat_s, silence_s = self.welcome.heartbeat_s, self.welcome.silence_s
@@ -267,9 +272,7 @@ class Connection:
             await asyncio.sleep(min(beat_s, 1.0))
             now = self._clock()
             if self._outbox.idle and now - said >= beat_s * 0.99:
-                self._outbox.post(
-                    encode(messages.Heartbeat("building the model" if self.leases is None else self.leases.activity))
-                )
+                self._outbox.post(encode(messages.Heartbeat(self._activity())))
                 said = now
             leaf_s = 0.0 if self.leases is None else self.leases.leaf_s
             if (

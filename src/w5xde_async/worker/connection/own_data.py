@@ -18,7 +18,8 @@ from torch import Tensor
 from w5xde_async.compute.batch import joined
 from w5xde_async.data.config import ReadersConfig
 from w5xde_async.data.reader import LeafReader, Read, with_local_data
-from w5xde_async.errors import MalformedFrame
+from w5xde_async.data.shards import Fingerprints
+from w5xde_async.errors import LocalError, MalformedFrame
 from w5xde_async.job import Job
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.wire.frame import BufferSpec
@@ -26,6 +27,8 @@ from w5xde_async.wire.messages import Lease
 
 logger = logging.getLogger(__name__)
 
+#: A worker joins without its own data once it has waited so long for one sample: a disk or a server hangs.
+_SILENT_S = 60.0
 _READ_S = 5.0  # for a read to end that nobody needs any more
 
 
@@ -49,14 +52,49 @@ class OwnData:
         """
         self._job = with_local_data(job, where)
         self._reader = LeafReader(self._job, config, reference=reference or None, local=where, make_pool=make_pool)
-        self._shards: tuple[int, ...] | None = None
+        self._fingerprinting: asyncio.Future[Fingerprints] | None = None
+        self._heard_at = 0.0  # on the loop's clock: the last of their samples was begun
+        self._waited_for = False
 
     async def shards(self) -> tuple[int, ...]:
-        """The fingerprint of each shard, 0 for one that cannot be read."""
-        if self._shards is None:
-            found = await self._reader.submit(self._reader.fingerprints)
-            self._shards = found.shards
-        return self._shards
+        """The fingerprint of each shard, 0 for one that cannot be read; none while a read hangs.
+
+        Raises LocalError where that keeps this process from computing.
+        """
+        loop = asyncio.get_running_loop()
+
+        def heard() -> None:
+            self._heard_at = loop.time()
+
+        if self._fingerprinting is None:
+            heard()
+            self._fingerprinting = self._reader.submit(self._reader.fingerprints, heard)
+        self._waited_for = True
+        try:
+            while not self._fingerprinting.done():
+                left_s = self._heard_at + _SILENT_S - loop.time()
+                if left_s <= 0:
+                    said = f"a read of --local-data has taken more than {_SILENT_S:.0f} s, as where a disk or a server "
+                    if self._reader.reads_here:  # seeded: nothing else in this process may draw before it has ended
+                        raise LocalError(
+                            f"{said}hangs, and nothing can be computed in the process that waits for it: start the "
+                            "worker without --local-data, or with --loader-processes, and it is sent its data"
+                        )
+                    logger.warning(
+                        "%shangs: this worker joins without its own data and is sent what it computes", said
+                    )  # fmt: skip
+                    return ()
+                await asyncio.wait([self._fingerprinting], timeout=left_s)
+        finally:
+            self._waited_for = False
+        return self._fingerprinting.result().shards
+
+    @property
+    def activity(self) -> str:
+        """What a worker that joins waits for here, for a person; "" for nothing."""
+        if not self._waited_for:
+            return ""
+        return f"reading its own data, {asyncio.get_running_loop().time() - self._heard_at:.0f} s for one sample"
 
     def check(self, lease: Lease, specs: Sequence[BufferSpec]) -> None:
         """Raises MalformedFrame where a lease does not name samples as it should."""
