@@ -53,16 +53,17 @@ PARAMETERS = 2 * (WIDE * WIDE + WIDE) + 2 * WIDE + 2
 
 
 def test_sizes_follow_from_model_optimizer_and_settings() -> None:
-    told = predict(job(), workers=2, device="cpu")
-    assert (told.steps, told.step_samples, told.leaves, told.workers) == (6, 32, 2, 2)
+    given = job(batch_size=64, epochs=6)
+    told = predict(given, workers=2, device="cpu")
+    assert (told.steps, told.step_samples, told.leaves, told.workers) == (6, 64, 2, 2)
     assert told.num_parameters == PARAMETERS
     assert 4 * PARAMETERS <= told.model_bytes < 4 * PARAMETERS + 64 * 6
     assert 8 * PARAMETERS <= told.optimizer_bytes < 8 * PARAMETERS + 4 * 6 + 64  # two moments, and a counter each
     assert 4 * PARAMETERS <= told.up_bytes < 4 * PARAMETERS + 64 * 6
-    batch = 16 * (4 * WIDE + 8)  # half of the step's samples
+    batch = 32 * (4 * WIDE + 8)  # half of the step's samples
     assert told.down_bytes == told.up_bytes + batch
     assert told.worker_bytes > 3 * told.model_bytes
-    most = predict(job(), workers=200, device="cpu")
+    most = predict(given, workers=200, device="cpu")
     assert most.for_workers_bytes > 10 * told.for_workers_bytes
     assert most.step_s == most.leaf_s  # a leaf each
     assert told.total_s == 6 * told.step_s == pytest.approx(6 * told.leaf_s)
