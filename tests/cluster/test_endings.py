@@ -342,3 +342,12 @@ def test_a_worker_that_gives_up_says_what_it_heard_last() -> None:
     text = str(Unreachable("host:1", "Connection refused", 300.0, "step 998 of 1000"))
     assert "step 998 of 1000" in text
     assert "check the address" in str(Unreachable("host:1", "Connection refused", 300.0))
+
+
+async def test_the_time_of_training_is_told_apart(tmp_path: Path) -> None:
+    """From the first leases to the last commit: neither waiting for workers nor what is done at the end."""
+    events: list[Event] = []
+    await train(jobs.metrics, run_dir=tmp_path / "run", events=events)
+    (finished,) = [event for event in events if isinstance(event, RunFinished)]
+    steps = sum(event.seconds for event in events if isinstance(event, StepCommitted))
+    assert 0 < finished.trained_s <= steps < finished.seconds
