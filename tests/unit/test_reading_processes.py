@@ -15,6 +15,7 @@ from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.data import reader as reader_module
+from w5xde_async.data import reading_processes as processes_module
 from w5xde_async.data.config import DataConfig, ReadersConfig
 from w5xde_async.data.loader import Loader
 from w5xde_async.data.reader import LeafReader
@@ -243,16 +245,46 @@ async def test_what_is_read_needs_no_descriptors_and_no_shared_memory(monkeypatc
 
 
 async def test_one_that_dies_before_all_that_it_read_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sends = Connection.send_bytes
+    puts = processes_module._put
 
-    def send(pipe: Connection, part: memoryview) -> None:
+    def put(pipe: Connection, part: memoryview) -> None:
         dies(1, tmp_path, at=0, of=kill)(0)
-        sends(pipe, part)
+        puts(pipe, part)
 
-    monkeypatch.setattr(Connection, "send_bytes", send)
+    monkeypatch.setattr(processes_module, "_put", put)
     async with reading(processes=1) as reader:
         assert (await reader.read(LEAF_3, 0)).tensors[0].tolist() == LEAF_3.tolist()
     assert deaths(tmp_path) == 1
+
+
+async def test_one_that_dies_in_the_middle_of_a_tensor_beside_the_pipe_that_its_own_holds_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held, waits, waited = os.pipe(), processes_module._wait, list[BaseProcess]()
+
+    def wait(process: BaseProcess, pipe: Connection) -> None:
+        waited.append(process)
+        waits(process, pipe)
+        if len(waited) == 3:  # the job is loaded, the read has begun to come, and it is more than a pipe holds
+            process.kill()
+            process.join()
+
+    def fork(_: int) -> None:
+        if not os.fork():
+            os.close(held[1])
+            os.read(held[0], 1)  # until the test closes it
+            os._exit(0)
+
+    monkeypatch.setattr(processes_module, "_wait", wait)
+    reader = LeafReader(
+        replace(job(fork), collate=lambda samples: torch.zeros(1 << 20)), ReadersConfig(loader_processes=1)
+    )
+    read = await reader.read(LEAF_3[:1], 0)
+    os.close(held[0])
+    os.close(held[1])
+    assert waited[0] is not waited[-1]
+    assert torch.equal(read.tensors[0], torch.zeros(1 << 20))
+    await reader.aclose()
 
 
 def dies_loading(

@@ -63,9 +63,9 @@ class _Raised(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """What was read. The bytes of each tensor that has any follow it."""
+    """What was read. The bytes of its structure and of each tensor that has any follow it."""
 
-    structure: bytes
+    structure_bytes: int
     kinds: list[tuple[torch.dtype, torch.Size]]
 
 
@@ -233,7 +233,7 @@ class _Process:
             _wait(process, pipe)
             answer = pipe.recv()
             if isinstance(answer, _Batch):
-                return answer.structure, _received(process, pipe, answer)
+                return _received(process, pipe, answer)
         except Exception as error:
             process.join(_LOOK_S)
             code = process.exitcode
@@ -247,13 +247,30 @@ class _Process:
         return answer
 
 
-def _received(process: BaseProcess, pipe: Connection, batch: _Batch) -> tuple[Tensor, ...]:
+def _received(process: BaseProcess, pipe: Connection, batch: _Batch) -> tuple[bytes, tuple[Tensor, ...]]:
+    structure = bytearray(batch.structure_bytes)
     tensors = tuple([torch.empty(shape, dtype=dtype) for dtype, shape in batch.kinds])
-    for tensor in tensors:
-        if tensor.nbytes:
+    for part in (memoryview(structure), *map(bytes_of, tensors)):
+        _take(process, pipe, part)
+    return bytes(structure), tensors
+
+
+def _take(process: BaseProcess, pipe: Connection, part: memoryview) -> None:
+    """Fill ``part`` by what the process puts. Raises EOFError where it dies meanwhile.
+
+    Not as a message of the pipe's own, half of which is waited for as long as anybody has the other end open.
+    """
+    if sys.platform == "win32":
+        if part:
             _wait(process, pipe)
-            pipe.recv_bytes_into(bytes_of(tensor))
-    return tensors
+            pipe.recv_bytes_into(part)
+        return
+    while part:
+        _wait(process, pipe)
+        came = os.readv(pipe.fileno(), [part])
+        if not came:
+            raise EOFError
+        part = part[came:]
 
 
 def _wait(process: BaseProcess, pipe: Connection) -> None:
@@ -294,13 +311,23 @@ def _serve(pipe: Connection, opens: Callable[[], Reads]) -> None:
         while (asked := pipe.recv()) is not None:
             try:
                 structure, tensors = read(*asked)
-                parts = [bytes_of(tensor) for tensor in tensors if tensor.nbytes]
+                parts = [memoryview(structure), *map(bytes_of, tensors)]
             except Exception as error:
                 pipe.send(_raised(error))
                 continue
-            pipe.send(_Batch(structure, [(tensor.dtype, tensor.shape) for tensor in tensors]))
+            pipe.send(_Batch(len(structure), [(tensor.dtype, tensor.shape) for tensor in tensors]))
             for part in parts:
-                pipe.send_bytes(part)
+                _put(pipe, part)
+
+
+def _put(pipe: Connection, part: memoryview) -> None:
+    """What ``_take`` takes, who knows how much it is."""
+    if sys.platform == "win32":
+        if part:
+            pipe.send_bytes(part)
+        return
+    while part:
+        part = part[os.write(pipe.fileno(), part) :]
 
 
 def _raised(error: Exception) -> _Raised:
