@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.errors import StoreError
+from w5xde_async.hub.members import access as access_module
 from w5xde_async.hub.members.access import Access
 
 TLS = CoordinatorConfig(host="0.0.0.0", advertise="there.example.org")
@@ -45,3 +52,83 @@ def test_what_lies_there_is_left_alone(tmp_path: Path) -> None:
     before = content(tmp_path)
     access.write_anew()
     assert content(tmp_path) == before
+
+
+def empties(path: Path) -> None:
+    for entry in path.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def test_who_was_let_in_again_is_not_locked_out_by_a_directory_that_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    access = Access(TLS, path)
+    access.lock_out("pardoned")
+    access.keep()
+    (path / "revoked").unlink()
+    access.reload()
+    assert not access.credentials.revoked("pardoned")
+    shutil.rmtree(path)
+    access.write_anew()
+    assert not (path / "revoked").exists()
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, empties], ids=["deleted", "emptied"])
+@pytest.mark.parametrize("kept", ["before", "after"])
+def test_who_is_locked_out_while_the_directory_is_gone_stays_out_with_those_before(
+    lose: Callable[[Path], None], kept: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    access = Access(TLS, path)
+    access.lock_out("mallory", "it computed wrongly")
+    access.keep()
+    lose(path)
+    access.lock_out("eve")
+    if kept == "before":
+        with suppress(StoreError):  # there may be no directory
+            access.keep()
+    access.write_anew()
+    again = Access(TLS, path).credentials
+    assert again.revoked("eve")
+    assert again.quarantined("mallory") == "it computed wrongly"
+    assert len((path / "revoked").read_text().splitlines()) == 2
+
+
+def test_a_directory_that_is_gone_lets_nobody_in_again(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    access = Access(TLS, path)
+    access.lock_out("mallory")
+    access.keep()
+    shutil.rmtree(path)
+    access.reload()
+    assert access.credentials.revoked("mallory")
+
+
+def test_beside_a_token_that_was_given_the_secret_is_neither_read_nor_written(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "secret").mkdir()  # of which nothing can be read
+    token = "a-token-that-is-long-and-random-0123456789abcdef"
+    access = Access(replace(TLS, token=token), path)
+    access.reload()
+    (path / "secret").rmdir()
+    access.write_anew()
+    assert not (path / "secret").exists()
+
+
+def test_the_certificate_lies_there_no_sooner_than_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    access = Access(TLS, path)
+    shutil.rmtree(path)
+    writes, written = access_module.write_private, list[str]()
+
+    def write(to: Path, content: bytes) -> None:
+        writes(to, content)
+        written.append(to.name)
+
+    monkeypatch.setattr(access_module, "write_private", write)
+    access.write_anew()
+    assert written.index("key.pem") < written.index("cert.pem")

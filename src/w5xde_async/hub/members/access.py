@@ -24,7 +24,9 @@ from w5xde_async.net.own_addresses import advertised, own_addresses
 from w5xde_async.net.tls import OWN_FILES, certificate_hash, is_loopback, own_certificate, server_context, write_private
 
 _QUARANTINED = "quarantined: "
-_FILES = ("secret", "inviting", "revoked", *(f"tls/{name}" for name in OWN_FILES))  # in the run directory
+# In the run directory.
+_SECRET, _INVITING, _REVOKED = "secret", "inviting", "revoked"
+_TLS = tuple(f"tls/{name}" for name in reversed(OWN_FILES))  # as they are written: where the certificate is, the key is
 _CERTIFIED = "w5xde coordinator"  # strangers read it: it says nothing of the run
 
 
@@ -46,8 +48,10 @@ class Access:
         self._from_file = self.context is not None and not config.token and run_path is not None
         self.credentials = Credentials(self._secret, certificate, self._inviting() if self.context is not None else "")
         self._read_revoked()
-        self._kept: dict[Path, bytes] = {}  # what lies in the run directory
-        self._remember()
+        self._kept: dict[str, bytes] = {}  # what of this object lies in the run directory, as it was known last
+        ours = _TLS if self.context is not None and config.tls.cert is None else ()
+        self._remember(*ours, *((_INVITING,) if self.context is not None else ()))
+        self._remember(*((_SECRET,) if self._from_file else ()), _REVOKED)
 
     def __repr__(self) -> str:
         return f"<Access: {self.words}>"
@@ -95,6 +99,8 @@ class Access:
         files = self._config.tls
         if files.cert is None and self._run_path is not None:
             files = own_certificate(self._run_path / "tls", _CERTIFIED)
+            with self._lock:
+                self._remember(*_TLS)
         if files.cert is not None:
             return server_context(files.with_ca(None)), certificate_hash(files.cert)
         with tempfile.TemporaryDirectory() as directory:
@@ -116,18 +122,21 @@ class Access:
         with self._lock:
             if self._from_file:  # first: who cannot keep it must not give it out
                 self._write_secret(secret)
+                self._remember(_SECRET)
             self._take(secret)
-            self._remember()
 
     def reload(self) -> bool:
         """Read the run directory's ``secret`` and ``revoked`` again; True when the secret is another."""
         with self._lock:
+            if self._is_gone():  # with everything: nobody has taken a line out of a list
+                return False
             self._read_revoked()
-            self._remember()
-            path = None if self._run_path is None else self._run_path / "secret"
+            self._remember(_REVOKED)
+            path = None if self._run_path is None else self._run_path / _SECRET
             if not self._from_file or path is None or not path.exists():
                 return False
             secret = read_secret_file(path)
+            self._remember(_SECRET)
             if secret == self._last_read:
                 return False
             self._last_read = secret
@@ -153,48 +162,71 @@ class Access:
     def keep(self) -> None:
         """Have everybody who was locked out stay out after a restart. Blocking. Raises StoreError."""
         with self._lock:
-            if self._run_path is None:
-                return
-            # Others stay out as long as this runs: they have chosen their names so that they are no lines of a list.
-            listed = {name: why for name, why in tuple(self._unwritten.items()) if _is_line(name)}
-            if not listed:
-                return
-            path = self._run_path / "revoked"
-            lines = [
-                name if why is None else f"{name}  # {_QUARANTINED}{' '.join(why.split())}"
-                for name, why in listed.items()
-            ]
-            try:
-                with path.open("a+b") as file:
-                    end = file.seek(0, os.SEEK_END)
-                    file.seek(max(end - 1, 0))
-                    begun = file.read(1) not in (b"", b"\n")  # a list that was written by hand may end so
-                    file.write("".join(("\n" * begun, *(f"{line}\n" for line in lines))).encode())
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError as error:
-                what = f"cannot keep {', '.join(listed)} out after a restart: {error.strerror or error}"
-                raise StoreError(str(path), what) from error
-            for name in listed:
-                del self._unwritten[name]
-            self._remember()
+            self._keep()
+
+    def _keep(self) -> None:
+        if self._run_path is None:
+            return
+        # Others stay out as long as this runs: they have chosen their names so that they are no lines of a list.
+        listed = {name: why for name, why in tuple(self._unwritten.items()) if _is_line(name)}
+        if not listed:
+            return
+        path = self._run_path / _REVOKED
+        lines = [
+            name if why is None else f"{name}  # {_QUARANTINED}{' '.join(why.split())}" for name, why in listed.items()
+        ]
+        lost = self._kept.get(_REVOKED, b"") if self._is_gone() else b""
+        try:
+            with path.open("a+b") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(end - 1, 0))
+                before = lost if not end else file.read(1)
+                begun = before[-1:] not in (b"", b"\n")  # a list that was written by hand may end so
+                new = "".join(("\n" * begun, *(f"{line}\n" for line in lines))).encode()
+                file.write(lost + new if not end else new)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            what = f"cannot keep {', '.join(listed)} out after a restart: {error.strerror or error}"
+            raise StoreError(str(path), what) from error
+        for name in listed:
+            del self._unwritten[name]
+        self._remember(_REVOKED)
 
     def write_anew(self) -> None:
         """The run directory was deleted or moved, and is made anew: what lay in it of this object lies there again.
         Else the next start would make another secret, and turn everybody away. Blocking. Raises StoreError."""
         with self._lock:
-            for path, content in self._kept.items():
+            for name, content in self._kept.items():
+                assert self._run_path is not None
+                path = self._run_path / name
                 if not path.exists():
                     try:
                         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                         write_private(path, content)
                     except OSError as error:
                         raise StoreError(str(path), f"cannot write it anew: {error.strerror or error}") from error
+            self._keep()  # who was locked out while there was no place for it
 
-    def _remember(self) -> None:
-        if self._run_path is not None:
-            found = {path: path.read_bytes() for name in _FILES if (path := self._run_path / name).is_file()}
-            self._kept = {**self._kept, **found}
+    def _is_gone(self) -> bool:
+        """Whether the run directory was deleted or moved, or is being made anew."""
+        if (directory := self._run_path) is None:
+            return False
+        others = [name for name in self._kept if name != _REVOKED]
+        return not any((directory / name).exists() for name in others or ("",))
+
+    def _remember(self, *names: str) -> None:
+        """What lies there now."""
+        if (directory := self._run_path) is None:
+            return
+        for name in names:
+            path = directory / name
+            try:
+                self._kept[name] = path.read_bytes()
+            except FileNotFoundError:
+                self._kept.pop(name, None)
+            except OSError as error:
+                raise StoreError(str(path), f"cannot read it: {error.strerror or error}") from error
 
     def _certificate(self) -> tuple[ssl.SSLContext, bytes]:
         files = self._config.tls
@@ -214,7 +246,7 @@ class Access:
         """What invitations are made from: of this coordinator alone, kept so that they outlive it."""
         if self._run_path is None:
             return new_secret()
-        path = self._run_path / "inviting"
+        path = self._run_path / _INVITING
         if not path.exists():
             self._write_line(path, new_secret(), "what invitations are made from")
         return read_secret_file(path)
@@ -228,7 +260,7 @@ class Access:
     def _own_secret(self) -> str:
         if self._run_path is None:
             return new_secret()
-        path = self._run_path / "secret"
+        path = self._run_path / _SECRET
         if path.exists():
             self._last_read = read_secret_file(path)
         else:
@@ -237,12 +269,12 @@ class Access:
 
     def _write_secret(self, secret: str) -> None:
         assert self._run_path is not None
-        path = self._run_path / "secret"
+        path = self._run_path / _SECRET
         self._write_line(path, secret, "the secret")
         self._last_read = secret
 
     def _read_revoked(self) -> None:
-        path = None if self._run_path is None else self._run_path / "revoked"
+        path = None if self._run_path is None else self._run_path / _REVOKED
         try:
             lines = [] if path is None or not path.exists() else path.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as error:
