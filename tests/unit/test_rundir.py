@@ -255,6 +255,27 @@ def test_one_that_is_deleted_meanwhile_is_made_anew(tmp_path: Path) -> None:
             store.save(Record(step=4, meta={}, groups={}))
 
 
+def test_one_that_is_made_anew_on_a_full_disk_is_told_of(tmp_path: Path) -> None:
+    class Full(Filesystem):
+        full = False
+
+        def rename(self, source: Path, target: Path) -> None:
+            if self.full and target.name == "config.toml":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().rename(source, target)
+
+    path, disk, told = tmp_path / "run", Full(), []
+    with RunDir.open(path, resume=True, filesystem=disk) as run:
+        run.write_config({"name": "x"})
+        run.on_made_anew = lambda: told.append("anew")
+        shutil.rmtree(path)
+        disk.full = True
+        with pytest.raises(StoreError, match="the disk is full"):
+            run.filesystem.fence()
+        run.filesystem.fence()
+    assert told == ["anew"]
+
+
 def test_who_has_begun_where_it_was_deleted_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with RunDir.open(path, resume=True) as run:

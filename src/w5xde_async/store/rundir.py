@@ -207,9 +207,9 @@ class RunDir:
                 self._filesystem.unlock(held)  # explicitly: a forked child may hold it too
                 held.close()
             self._write_identity()
+            self.on_made_anew()  # before anything else may fail: it is made anew once
             if self._settings is not None:
                 self.write_config(self._settings)
-            self.on_made_anew()
 
     def _write_identity(self) -> None:
         content = json.dumps({"run_id": self.run_id, "term": self.term}).encode() + b"\n"
