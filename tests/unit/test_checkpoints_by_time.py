@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.checkpointing import Checkpointing, CheckpointPolicy
@@ -84,3 +87,22 @@ async def test_by_steps_alone(tmp_path: Path) -> None:
 
 def test_the_default_is_ten_minutes() -> None:
     assert CoordinatorConfig().checkpoint_time_s == 600.0
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_the_last_one_is_written_again_where_it_was_deleted(lost: bool, tmp_path: Path) -> None:
+    """With the run directory, after the last commit: no later step brings another."""
+    bus, saved = Bus(), list[int]()
+    bus.subscribe(lambda event: saved.append(event.step) if isinstance(event, CheckpointSaved) else None)
+    training: Any = SimpleNamespace(aggregator=Parameters(), phase=SimpleNamespace(samples_applied=0), progress=1)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    policy = CheckpointPolicy(store=store, every=1, every_s=600.0)
+    checkpointing = Checkpointing(policy, State(), training, bus, lambda: 0.0)
+    async with asyncio.TaskGroup() as tasks:
+        checkpointing.on_commit(Commit(step=1, before=0), tasks)
+        await checkpointing.settle()
+        if lost:
+            await asyncio.to_thread(shutil.rmtree, tmp_path / "checkpoints")
+        await checkpointing.save_last()
+    assert saved == ([1, 1] if lost else [1])
+    assert await asyncio.to_thread(store.steps) == [1]

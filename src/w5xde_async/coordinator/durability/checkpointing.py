@@ -12,6 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -97,8 +98,15 @@ class Checkpointing:
         step, store = self._training.progress, self._policy.store
         stands = step and not self._training.aggregator.torn
         saved = self._saved_step == step and self._saved_version == self._state.version
-        if stands and store is not None and not saved:
+        if stands and store is not None and not (saved and await self._lies_there(store, step)):
             await self._save(store, step, self._copy(step), self._rotate(step))
+
+    @staticmethod
+    async def _lies_there(store: CheckpointStore, step: int) -> bool:
+        """Whether what was saved has not been deleted, or moved, with its directory."""
+        with suppress(StoreError):  # which says nothing of it
+            return step in await asyncio.get_running_loop().run_in_executor(None, store.steps)
+        return True
 
     def abandon(self) -> bool:
         """Wait for nothing that is under way: its thread is left to itself. Whether anything was."""
