@@ -262,9 +262,9 @@ async def test_one_that_dies_in_the_middle_of_a_tensor_beside_the_pipe_that_its_
 ) -> None:
     held, waits, waited = os.pipe(), processes_module._wait, list[BaseProcess]()
 
-    def wait(process: BaseProcess, pipe: Connection) -> None:
+    def wait(process: BaseProcess, *of: Any) -> None:
         waited.append(process)
-        waits(process, pipe)
+        waits(process, *of)
         if len(waited) == 3:  # the job is loaded, the read has begun to come, and it is more than a pipe holds
             process.kill()
             process.join()
@@ -531,6 +531,49 @@ async def test_they_read_what_fingerprints_are_made_of() -> None:
     assert not here.is_set()
     assert found.shards == (*expected[:5], 0, *expected[6:])
     assert found.sample_bytes > 0
+
+
+async def test_where_no_process_can_be_had_that_is_said_and_not_tried_for_each_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies_loading(99, tmp_path, monkeypatch)
+    async with reading() as reader:
+        with pytest.raises(ReadersLost, match="was ended by SIGKILL"):
+            await reader.submit(reader.fingerprints)
+    assert deaths(tmp_path) == 4
+
+
+async def test_nor_where_the_job_cannot_be_loaded_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(_: Job) -> Reads:
+        (tmp_path / str(deaths(tmp_path))).touch()
+        raise JobError("train.py", "it is not there")
+
+    monkeypatch.setattr(reader_module, "_reads", load)
+    async with reading() as reader:
+        with pytest.raises(JobError, match="it is not there"):
+            await reader.submit(reader.fingerprints)
+    assert deaths(tmp_path) == 1
+
+
+async def test_a_process_that_loads_the_job_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes: it is no read that hangs."""
+    loads, (waits, goes_on), heard = reader_module._reads, os.pipe(), list[int]()
+
+    def load(of: Job) -> Reads:
+        os.read(waits, 1)
+        return loads(of)
+
+    def hear() -> None:
+        heard.append(1)
+        if len(heard) == 3:
+            os.write(goes_on, b"\0")
+
+    monkeypatch.setattr(reader_module, "_reads", load)
+    monkeypatch.setattr(processes_module, "_LOOK_S", 0.01)
+    async with reading(processes=1) as reader:
+        assert (await reader.submit(reader.fingerprints, hear)).shards == fingerprints(job()).shards
+    os.close(waits)
+    os.close(goes_on)
 
 
 async def test_a_run_whose_workers_have_the_data_outlives_a_sample_that_ends_its_reader() -> None:

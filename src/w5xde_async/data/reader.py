@@ -135,9 +135,11 @@ class LeafReader:
     def fingerprints(self, heard: Callable[[], None] = lambda: None) -> Fingerprints:
         """Of the dataset's shards, read by the processes where there are any. Blocks; any thread may call it.
 
-        ``heard`` is called, on that thread, before each sample.
+        ``heard`` is called, on that thread, before each sample, and while a process loads the job. Raises JobError
+        where that cannot be loaded there, and ReadersLost.
         """
-        return fingerprints(self._job, None if self._processes is None else self._read_there, heard=heard)
+        read = None if self._processes is None else partial(self._read_there, heard)
+        return fingerprints(self._job, read, heard=heard)
 
     async def quiet(self) -> None:
         """Wait for the reads that are under way now, not for those that have no thread yet."""
@@ -162,9 +164,9 @@ class LeafReader:
         job.add_done_callback(self._jobs.discard)
         return asyncio.wrap_future(job)
 
-    def _read_there(self, index: int) -> Read:
+    def _read_there(self, heard: Callable[[], None], index: int) -> Read:
         assert self._processes is not None
-        outcome: Read | BaseException = self._processes.read(np.array([index]), 0)
+        outcome: Read | BaseException = self._processes.read(np.array([index]), 0, loading=heard)
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome

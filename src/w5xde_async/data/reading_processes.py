@@ -90,31 +90,32 @@ class ReadingProcesses:
         self._died_loading = 0  # in a row, alone
         self._at_exit = Finalize(self, _kill, args=(self._all,), exitpriority=_BEFORE_OTHERS)
 
-    def read(self, indices: NDArray[np.int64], seed: int) -> Any:
+    def read(self, indices: NDArray[np.int64], seed: int, *, loading: Callable[[], None] = lambda: None) -> Any:
         """What reading these gives, or the exception that it raised; ReaderDied if it has ended three processes, with
         the sample at fault, if it is one's fault, as its attribute ``AT_FAULT``. Blocks; any thread may call it.
 
-        Raises ReadersLost where no process can be had.
+        ``loading`` is called now and then while a process loads the job, which may take longer than any read. Raises
+        ReadersLost where no process can be had.
         """
         with self._lent(1) as process:
             try:
-                return self._read(process, indices, seed)
+                return self._read(process, indices, seed, loading)
             except ReaderDied as death:
                 logger.warning("%s: it is read again", death)
         with self._resting, self._lent(len(self._all)) as process:
             try:
-                return self._read(process, indices, seed)
+                return self._read(process, indices, seed, loading)
             except ReaderDied as death:
                 logger.warning("%s, for the second time: each sample is read by itself", death)
             for at, sample in enumerate(indices.tolist()):
                 try:
-                    self._read(process, indices[at : at + 1], seed)
+                    self._read(process, indices[at : at + 1], seed, loading)
                 except ReaderDied as death:
                     last = ReaderDied(death.how, death.doing, again=True)
                     setattr(last, AT_FAULT, sample)
                     return last
             try:
-                return self._read(process, indices, seed)
+                return self._read(process, indices, seed, loading)
             except ReaderDied as death:
                 return ReaderDied(death.how, death.doing, again=True)
 
@@ -126,30 +127,30 @@ class ReadingProcesses:
             process.end(_ENDS_S)
         self._at_exit.cancel()
 
-    def _read(self, process: _Process, indices: NDArray[np.int64], seed: int) -> Any:
+    def _read(self, process: _Process, indices: NDArray[np.int64], seed: int, loading: Callable[[], None]) -> Any:
         """What this process gives, or the exception that it raised. Raises ReaderDied where it died reading."""
-        if not process.runs() and (failure := self._load(process)) is not None:
+        if not process.runs() and (failure := self._load(process, loading)) is not None:
             return failure
         return process.read(indices, seed)
 
-    def _load(self, process: _Process) -> Any:
+    def _load(self, process: _Process, loading: Callable[[], None]) -> Any:
         """Have it started with the job loaded; what that raised. After a death one process at a time loads: it is
         mostly memory that was short."""
         try:
-            return self._loaded(process)
+            return self._loaded(process, loading)
         except ReaderDied as death:
             died = death
         with self._loading_alone:
             while self._died_loading < _LOADS:
                 logger.warning("%s: it is started again", died)
                 try:
-                    return self._loaded(process)
+                    return self._loaded(process, loading)
                 except ReaderDied as death:
                     died, self._died_loading = death, self._died_loading + 1
         raise ReadersLost(f"die while they load the job: the last of several {died.how}")
 
-    def _loaded(self, process: _Process) -> Any:
-        failure = process.load()
+    def _loaded(self, process: _Process, loading: Callable[[], None]) -> Any:
+        failure = process.load(loading)
         self._died_loading = 0
         return failure
 
@@ -179,14 +180,15 @@ class _Process:
             self.end(0)
         return self._running is not None
 
-    def load(self) -> Any:
+    def load(self, loading: Callable[[], None]) -> Any:
         """Start it and have the job loaded; the exception that this raised. Raises ReaderDied, ReadersLost."""
         try:
             self._start()
         except OSError as error:
             raise ReadersLost(f"cannot be started: {error}") from error
-        if (failure := self._asked(None, "loaded the job")) is not None:
+        if (failure := self._asked(None, "loaded the job", loading)) is not None:
             self.end(_ENDS_S)
+        loading()
         return failure
 
     def read(self, indices: NDArray[np.int64], seed: int) -> Any:
@@ -224,13 +226,13 @@ class _Process:
             theirs.close()
         self._running = process, ours
 
-    def _asked(self, question: Any, doing: str) -> Any:
+    def _asked(self, question: Any, doing: str, waiting: Callable[[], None] = lambda: None) -> Any:
         assert self._running is not None
         process, pipe = self._running
         try:
             if question is not None:
                 pipe.send(question)
-            _wait(process, pipe)
+            _wait(process, pipe, waiting)
             answer = pipe.recv()
             if isinstance(answer, _Batch):
                 return _received(process, pipe, answer)
@@ -273,9 +275,10 @@ def _take(process: BaseProcess, pipe: Connection, part: memoryview) -> None:
         part = part[came:]
 
 
-def _wait(process: BaseProcess, pipe: Connection) -> None:
-    """For what comes next. Raises EOFError where nothing will."""
+def _wait(process: BaseProcess, pipe: Connection, waiting: Callable[[], None] = lambda: None) -> None:
+    """For what comes next; ``waiting`` is called at each look. Raises EOFError where nothing will."""
     while not pipe.poll(_LOOK_S):
+        waiting()
         if process.exitcode is not None:  # and a process of its own holds its end of the pipe
             raise EOFError
 

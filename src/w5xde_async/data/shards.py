@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from w5xde_async.compute.batch import flatten, on_host
+from w5xde_async.errors import JobError, ReadersLost
 from w5xde_async.job import Job
 from w5xde_async.openmp import alone
 from w5xde_async.params.flat import bytes_of
@@ -50,7 +51,8 @@ def shards_of(indices: NDArray[np.int64], num_samples: int) -> frozenset[int]:
 def fingerprints(job: Job, read: ReadsOne | None = None, *, heard: Callable[[], None] = lambda: None) -> Fingerprints:
     """Of a dataset that is read by index. Reads some hundred samples: by ``read``, where not this thread is to.
 
-    Blocks; ``heard`` is called before each sample.
+    Blocks; ``heard`` is called before each sample. Raises JobError and ReadersLost, where ``read`` does: that is no
+    sample's fault.
     """
     total, size = len(job.dataset), shard_samples(len(job.dataset))
     found, largest = [], 0
@@ -65,6 +67,8 @@ def fingerprints(job: Job, read: ReadsOne | None = None, *, heard: Callable[[], 
         drawn = [first + seed_for("fingerprint", total, first, nth) % (last - first + 1) for nth in range(2)]
         try:
             digest, nbytes = _digest(one, [first, last, *drawn], total)
+        except (JobError, ReadersLost):
+            raise
         except Exception:  # whatever reading raises: this shard is not there
             digest, nbytes = 0, 0
         found.append(digest)

@@ -59,7 +59,8 @@ class OwnData:
     async def shards(self) -> tuple[int, ...]:
         """The fingerprint of each shard, 0 for one that cannot be read; none while a read hangs.
 
-        Raises LocalError where that keeps this process from computing.
+        Raises LocalError where that keeps this process from computing, or no process can be had that reads; JobError
+        where one cannot load the job.
         """
         loop = asyncio.get_running_loop()
 
