@@ -169,6 +169,29 @@ async def test_workers_that_go_and_come_back() -> None:
     assert result.digest == named_digest(reference.train(made, STEPS)[0])
 
 
+async def test_who_comes_beside_a_lone_worker_has_a_part_of_steps_that_were_computed_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They were so because nobody was there to share them."""
+    monkeypatch.setattr(Pacing, "whole_step_s", lambda self, *_: 5.0 if len(self._workers) == 1 else 0.0)
+    monkeypatch.setattr(training, "_MOST_SHARED_S", math.inf)
+    made, seen = replace(short(jobs.mlp_sgd, batch_size=32, microbatch_size=4), max_steps=200), Commits()
+    async with Coordinator(made, config=settings(pacing=SHORT), bus=seen.bus) as coordinator:
+        named = [replace(QUICK_WORKER, name=f"worker {number}") for number in range(2)]
+        first, second = [Worker(coordinator.address, job=made, config=config) for config in named]
+        running = [asyncio.create_task(first.run())]
+        await seen.reach(40)
+        assert coordinator._training is not None
+        assert coordinator._training.computes_here
+        running.append(asyncio.create_task(second.run()))
+        result = await coordinator.wait()
+        await asyncio.gather(*running)
+    by = {share.name: share.leaves for share in result.shares}
+    assert by["worker 1"] > 0
+    assert by["coordinator"] > 0
+    assert result.digest == named_digest(reference.train(made, 200)[0])
+
+
 class Fails(nn.Linear):
     """From one call on, in whichever process."""
 

@@ -148,6 +148,11 @@ class InPlace:
         self.whole = whole if self._by is None else self.whole
 
     @property
+    def stands_for(self) -> Session | None:
+        """In whose place something was computed last, where it still is to be."""
+        return self._by
+
+    @property
     def watches(self) -> bool:
         """Whether ``watch_part`` does anything."""
         return not self._over and self._by is None and self._watched is None
@@ -197,6 +202,16 @@ class InPlace:
             self._there.append(seconds)
         self._watched = self._batch = None
         self._computed = self._compared = False
+
+    def comes_beside(self, leaves: int, whole_step_s: float) -> None:
+        """Another worker takes work, in whose presence a step of so many leaves is shared out that takes longer than
+        ``whole_step_s``. Where whole steps do that were computed here, it is looked at anew what can be."""
+        if self._by is None or not self.whole or not self._leaf_s:
+            return
+        if leaves * statistics.median(self._leaf_s) >= whole_step_s:
+            self._by, self._settles = None, _SETTLED
+            self._here.clear()
+            self._there.clear()
 
     def _is_slower(self, step_s: float) -> bool:
         """Whether steps are to be computed the other way, shared out or not, as they took ``step_s`` this way: that was

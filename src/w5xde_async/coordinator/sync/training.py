@@ -523,6 +523,10 @@ class SyncTraining:
 
     def takes_work(self, worker: str, does: bool) -> None:
         self.scheduler.takes_work(worker, does)
+        in_place, steps = self._in_place, self.ledger.open_steps
+        if does and in_place is not None and in_place.stands_for is not None and steps:
+            leaves = self.ledger.num_leaves(steps[0])
+            in_place.comes_beside(leaves, self.pacing.whole_step_s(in_place.stands_for.worker_id, leaves))
 
     def schedule(self, only: str | None = None) -> None:
         """Give work to whoever has room for it (``only``: check this worker alone)."""
