@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec import structs
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from w5xde_async.data.config import ReadersConfig
 from w5xde_async.data.shards import fingerprints, shard_samples, shards_of
@@ -153,7 +153,7 @@ async def test_a_read_that_hangs_does_not_keep_a_worker_joining(
         assert "joins without its own data" in caplog.text
         assert await own.shards() == ()  # of the next link, which does not wait for it anew
     else:
-        with pytest.raises(LocalError, match="nothing can be computed in the process that waits for it"):
+        with pytest.raises(LocalError, match=r"nothing can be computed in the process that .* --loader-processes"):
             await joining
     assert not own.activity
     os.write(ends, b"\0")
@@ -162,3 +162,14 @@ async def test_a_read_that_hangs_does_not_keep_a_worker_joining(
     assert await own.aclose()
     os.close(hangs)
     os.close(ends)
+
+
+async def test_rows_that_hang_are_not_said_to_be_read_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of tensors that lie in a mapped file: they are gathered here in any case."""
+    monkeypatch.setattr(own_data, "_SILENT_S", 0.0)
+    rows = TensorDataset(torch.zeros(4, 2))
+    made = replace(job([0.0]), dataset=rows, local_data=lambda where: rows)
+    own = OwnData(made, "", ReadersConfig(loader_processes=1), reference="", make_pool=thread_pool)
+    with pytest.raises(LocalError, match="start the worker without --local-data, and it is sent its data"):
+        await own.shards()
+    await own.aclose()

@@ -77,9 +77,10 @@ class OwnData:
                 if left_s <= 0:
                     said = f"a read of --local-data has taken more than {_SILENT_S:.0f} s, as where a disk or a server "
                     if self._reader.reads_here:  # seeded: nothing else in this process may draw before it has ended
+                        others = "" if self._reader.gathers else ", or with --loader-processes"  # which gather no rows
                         raise LocalError(
                             f"{said}hangs, and nothing can be computed in the process that waits for it: start the "
-                            "worker without --local-data, or with --loader-processes, and it is sent its data"
+                            f"worker without --local-data{others}, and it is sent its data"
                         )
                     logger.warning(
                         "%shangs: this worker joins without its own data and is sent what it computes", said
