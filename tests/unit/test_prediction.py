@@ -53,7 +53,7 @@ PARAMETERS = 2 * (WIDE * WIDE + WIDE) + 2 * WIDE + 2
 
 
 def test_sizes_follow_from_model_optimizer_and_settings() -> None:
-    given = job(batch_size=64, epochs=6)
+    given = job(batch_size=64, microbatch_size=32, epochs=6)
     told = predict(given, workers=2, device="cpu")
     assert (told.steps, told.step_samples, told.leaves, told.workers) == (6, 64, 2, 2)
     assert told.num_parameters == PARAMETERS

@@ -9,8 +9,10 @@ module of the process, other threads' too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -33,8 +35,38 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
-            self.flops += formula(*args, **kwargs, out_val=result)
+            self.flops += self._counted(formula(*args, **kwargs, out_val=result), args)
         return result
+
+    def _counted(self, flops: int, args: Sequence[Any]) -> int:
+        return flops
+
+
+class _CountingStep(_Counting):  # type: ignore[no-untyped-call]
+    """Counts backward too, which need not run: a product is there two more products, one for each of its factors that
+    has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def _counted(self, flops: int, args: Sequence[Any]) -> int:
+        factors = [one for one in args if isinstance(one, Tensor) and one.ndim > 1]  # not the bias
+        return flops * (1 + min(2, sum(factor.requires_grad for factor in factors)))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.calls += 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class StepCount(NamedTuple):
+    """Floating-point operations of a forward and a backward pass (a multiply and an add are two), and how many calls of
+    operators the forward pass makes."""
+
+    flops: int
+    calls: int
 
 
 def counting_flops(call: Callable[[], _T]) -> tuple[_T, int]:
@@ -42,3 +74,10 @@ def counting_flops(call: Callable[[], _T]) -> tuple[_T, int]:
     with _Counting() as counting:
         result = call()
     return result, counting.flops
+
+
+def count_step(forward: Callable[[], object]) -> StepCount:
+    """What a forward pass, which is run, and its backward pass, which is not, take together."""
+    with torch.enable_grad(), _CountingStep() as counting:
+        forward()
+    return StepCount(counting.flops, counting.calls)

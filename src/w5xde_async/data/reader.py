@@ -269,7 +269,7 @@ def _open_files(dataset: Any) -> list[str]:
     """The attributes that hold a descriptor: a process that is forked has it in common with this one."""
     found = []
     for name, value in getattr(dataset, "__dict__", {}).items():
-        held = type(value).__module__.partition(".")[0] in _HOLD_FILES
+        held = str(type(value).__module__).partition(".")[0] in _HOLD_FILES
         with suppress(Exception):  # a file that is closed, or in memory
             file = getattr(value, "fp", None) or getattr(value, "fileobj", None) or value  # of archives
             held = held or (isinstance(file, io.IOBase) and file.fileno() >= 0)

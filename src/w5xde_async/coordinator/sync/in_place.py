@@ -45,7 +45,7 @@ from w5xde_async.wire.messages import Done
 _SETTLED = 16  # steps by way of workers, and steps here, of which the medians are compared
 _PROOFS = 4
 _MOST_KINDS = 16  # of workers that are compared
-_MOST_BYTES = 4 << 20  # of a result, and of the model, which is copied on the loop
+_MOST_BYTES = 8 << 20  # of a result, and of the model, which is copied on the loop
 _SLOWER = 1.1  # than steps by way of workers: medians of different moments differ by as much, for nothing
 _MOST_PATIENCE = 4096  # steps by way of workers, before it is tried again
 _BESIDE_S = 0.0005  # what a whole step takes here beside its leaves
