@@ -57,10 +57,10 @@ class alone:
         import torch
 
         self._before = torch.get_num_threads()  # torch sets it when a thread first asks or computes: not after this
-        _compute_with(1, self._before)
+        compute_with(1, self._before)
 
     def __exit__(self, *_: object) -> None:
-        _compute_with(self._before, 1)
+        compute_with(self._before, 1)
 
 
 def side_by_side(work: Callable[[_T], _R], items: Sequence[_T], nbytes: int) -> list[_R]:
@@ -96,8 +96,11 @@ def side_by_side(work: Callable[[_T], _R], items: Sequence[_T], nbytes: int) -> 
     return [done[index] for index in range(len(items))]
 
 
-def _compute_with(threads: int, before: int) -> None:
-    """``torch.set_num_threads`` for this thread alone: that also sets what MKL computes with in all of them."""
+def compute_with(threads: int, before: int) -> None:
+    """``torch.set_num_threads`` for this thread alone: that also sets what MKL computes with in all of them.
+
+    ``before``: what ``torch.get_num_threads()`` has said in this thread, which settles it.
+    """
     if threads != before:
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).omp_set_num_threads(threads)

@@ -135,3 +135,11 @@ async def test_a_child_has_as_many_threads_as_its_worker_was_told(monkeypatch: p
     with pytest.raises(Unreachable):
         await Worker("127.0.0.1:1", config=config).run()
     assert begun == [told]
+
+
+def test_a_child_computes_with_as_many_as_the_thread_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    with sandboxed(copies=False):
+        assert told == [3]

@@ -57,8 +57,6 @@ from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import ByeCode
 
-_SHORT_LEAF_FLOPS = 200_000_000  # some milliseconds on one core
-_FEW_BYTES = 16 << 20  # of a gradient: two threads clear and add more of it in less time
 _LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -333,15 +331,8 @@ class Coordinator:
 
     @property
     def has_short_leaves(self) -> bool:
-        """Whether a microbatch is so little arithmetic that a second thread costs more than it computes.
-
-        That is known where the job leaves ``microbatch_size`` open: else no step is tried before the first one.
-        """
-        if self._prepared is None:
-            return False
-        spec = self._prepared.spec
-        flops = spec.step_flops * spec.job.microbatch_samples / spec.job.batch_size
-        return 0 < flops < _SHORT_LEAF_FLOPS and spec.layout.vector_bytes <= _FEW_BYTES
+        """Whether a microbatch is so little arithmetic that a second thread costs more than it computes."""
+        return self._prepared is not None and self._prepared.spec.has_short_leaves
 
     @property
     def address(self) -> str:

@@ -17,7 +17,7 @@ from msgspec import DecodeError, Meta, Raw, Struct, msgpack, structs
 
 from w5xde_async.errors import MalformedFrame
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 #: Most bytes that a probe carries, each way: with them a frame is still one of the handshake.
 PROBE_BYTES = 3072
@@ -141,6 +141,7 @@ class Welcome(Message, frozen=True):
     ``codec`` how results are to be written, with error ``feedback`` or without, and ``downlink`` how PARAMS deltas are.
     ``numerics``: only who computes so may join (plan.numerics); empty: everybody. ``memory``: to a worker on the same
     machine, the segment in which the parameters lie (process, descriptor, bytes: ``segments``); else empty.
+    ``threads``: more than so many would only slow a microbatch down; 0: nothing is known of that.
     """
 
     TYPE = 5
@@ -161,6 +162,7 @@ class Welcome(Message, frozen=True):
     feedback: bool = True
     numerics: _Name = ""
     memory: _Wholes = ()
+    threads: _Whole = 0
 
 
 class Ready(Message, frozen=True):

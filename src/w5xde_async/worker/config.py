@@ -60,7 +60,9 @@ class WorkerConfig(SecurityConfig):
         flag="grace",
     )  # fmt: skip
     device: str = setting("auto", _DEVICE.accepts, _DEVICE, "machine")
-    threads: int | None = setting(None, "torch's threads", whole(1), "machine", shown="torch's choice")
+    threads: int | None = setting(
+        None, "torch's threads", whole(1), "machine", shown="torch's choice, 1 for short steps"
+    )
     compile: bool = setting(False, "torch.compile the step where that pays; gives other bits", YES_OR_NO, "machine")
     deterministic: bool = setting(
         False, "kernels that give the same bits each time, for CUDA: slower; an operator that has none fails its leaf",

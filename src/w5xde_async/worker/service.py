@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from w5xde_async.errors import LinkLost, ProgramRefused, RefusalCode, Refused, R
 from w5xde_async.job import Job
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
-from w5xde_async.openmp import release_helpers
+from w5xde_async.openmp import compute_with, release_helpers
 from w5xde_async.plan.numerics import EXACT, fits, refusal
 from w5xde_async.runtime import Runtime
 from w5xde_async.segments import Segment, Unshared
@@ -279,7 +280,7 @@ class Worker:
         inline_s = self.config.inline_block_s
         if self._rank is not None or not is_plain(welcome) or self._engines.sandboxed or self._device.type != "cpu":
             inline_s = 0.0
-        if self._threads > 1:
+        if self._threads_for(welcome) > 1:
             # GNU's OpenMP has helpers for each thread that computes with more than one. As soon as all of them are more
             # than the cores, they sleep at every operation, and steps of many small ones take five times as long.
             inline_s = 0.0
@@ -352,16 +353,18 @@ class Worker:
         if self._unsent_of != _model(welcome) or not is_plain(welcome):
             useless, self._unsent[:] = self._unsent[:], []
         before_it = self._engines.engine
+        threads = await asyncio.get_running_loop().run_in_executor(
+            self._compute, _compute_with, self._threads_for(welcome)
+        )  # fmt: skip
         engine = await self._engines.engine_for(welcome, joined.layout, receive, outbox)
         memory = await self._share(engine, joined)
         for one in useless if engine is before_it else ():
             for vector in one.vectors:
                 engine.release(vector)
-        threads = await asyncio.get_running_loop().run_in_executor(self._compute, torch.get_num_threads)
         if self.config.inline_block_s and threads == 1 and not self._engines.sandboxed:
             # The count belongs to the thread, and another count gives other bits: blocks that are computed on the
             # loop must have the compute thread's.
-            torch.set_num_threads(threads)
+            _compute_with(threads)
         limit = self.config.batch_bytes
         before, self._held = self._held, None  # from here on the engine's parameters may change
         held = (before[-1],) if not memory and before is not None and before[:-1] == _model(welcome) else ()
@@ -471,6 +474,12 @@ class Worker:
             )
         return True
 
+    def _threads_for(self, welcome: Welcome) -> int:
+        """As many as were asked for here, or as the machine has cores; fewer where more would slow this run's
+        microbatches down. So machines with other numbers of cores compute the same bits of these."""
+        asked = self.config.threads is not None or "OMP_NUM_THREADS" in os.environ
+        return self._threads if asked or not welcome.threads else min(welcome.threads, self._threads)
+
     def _begin_thread(self) -> int:
         """On the compute thread: whatever names no device (pinned memory) would make a context on the first one. How
         many threads it computes with."""
@@ -481,6 +490,12 @@ class Worker:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         return torch.get_num_threads()
+
+
+def _compute_with(threads: int) -> int:
+    """This thread, from now on, with so many. How many there are."""
+    compute_with(threads, torch.get_num_threads())
+    return torch.get_num_threads()
 
 
 def _last_word(refused: Refused) -> Departure:

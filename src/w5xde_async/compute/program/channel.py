@@ -78,6 +78,7 @@ class Build(_Said):
 
     device: str
     spec: LeafSpec
+    threads: int
     memory_bytes: int
     regions: list[int]
     layout_bytes: int

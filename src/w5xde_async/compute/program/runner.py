@@ -134,6 +134,7 @@ class _Runner:
 
     def __init__(self, control: socket.socket, build: channel.Build) -> None:
 
+        torch.set_num_threads(build.threads)
         self._control = control.fileno()
         texts, state, slots, self._batches = channel.receive_regions(control, build.regions)
         text = bytes(texts[: build.layout_bytes + build.text_bytes].numpy())

@@ -223,6 +223,7 @@ class Sandboxed:
         build = channel.Build(
             device=str(sandbox.device),
             spec=spec,
+            threads=torch.get_num_threads(),  # of the thread that computes, which this is
             memory_bytes=memory_bytes,
             regions=[region.nbytes for region in regions],
             layout_bytes=len(described),

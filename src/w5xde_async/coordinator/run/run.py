@@ -327,6 +327,7 @@ def make_training(
         spec.run_id, name, spec.term, job.seed, job.precision, job.microbatch_samples,
         job.accumulate_grad_batches, config.bucket_bytes, spec.layout.fingerprint, config.heartbeat_s,
         config.silence_s, update.rule, update.codec, update.downlink_codec.name, update.feedback,
+        threads=1 if spec.has_short_leaves else 0,
     )  # fmt: skip
     if isinstance(strategy.rule, SyncRule):
         in_place = None

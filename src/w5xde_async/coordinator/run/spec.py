@@ -28,6 +28,9 @@ from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule
 from w5xde_async.updates.sync import SyncRule
 
+_SHORT_LEAF_FLOPS = 200_000_000  # some milliseconds on one core
+_FEW_BYTES = 16 << 20  # of a gradient: two threads clear and add more of it in less time
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
@@ -68,6 +71,15 @@ class RunSpec:
     numerics: RunNumerics = field(default_factory=RunNumerics)  # also of what came before a resume
     stream: StreamReader | None = None  # where the dataset is one
     bad: BadSamples = field(default_factory=BadSamples)  # the same
+
+    @property
+    def has_short_leaves(self) -> bool:
+        """Whether a microbatch is so little arithmetic that a second thread costs more than it computes.
+
+        That is known where the job leaves ``microbatch_size`` open: else no step is tried before the first one.
+        """
+        flops = self.step_flops * self.job.microbatch_samples / self.job.batch_size
+        return 0 < flops < _SHORT_LEAF_FLOPS and self.layout.vector_bytes <= _FEW_BYTES
 
     @property
     def steps(self) -> Steps:
