@@ -303,7 +303,7 @@ def _tell_why(said: str) -> None:
     from w5xde_async.parallel.shape import WORD_FD
 
     if WORD_FD in os.environ:
-        os.write(int(os.environ[WORD_FD]), said.encode()[:500])
+        os.write(int(os.environ[WORD_FD]), said.encode(errors="replace")[:500])
     else:
         logger.warning("rank %s leaves: %s", os.environ["RANK"], said)
 
