@@ -142,3 +142,54 @@ def test_a_worker_process_needs_the_address_alone(tmp_path: Path) -> None:
     assert finished["digest"] == named_digest(reference.train(job)[0])
     assert "program received" in ended["free"]
     assert "program received" not in ended["local"]
+
+
+TOLD = """
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+from w5xde_async import Job
+
+torch.backends.mkldnn.enabled = False
+torch.backends.cuda.enable_flash_sdp(False)
+torch.set_float32_matmul_precision("high")
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.out = nn.Conv2d(1, 16, 3), nn.Conv2d(16, 16, 3), nn.Linear(16, 4)
+    def forward(self, x):
+        rows = self.second(self.first(x).relu()).flatten(2).transpose(1, 2).unflatten(2, (4, 4)).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(rows, rows, rows, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2).mean(1))
+
+def job():
+    made = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(64, 1, 9, 9, generator=made), torch.randint(0, 4, (64,), generator=made))
+    return Job(model=Model, dataset=data, loss=functional.cross_entropy, batch_size=16, microbatch_size=4, epochs=3,
+               optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_what_the_jobs_file_tells_torch_holds_for_workers_that_never_see_it(tmp_path: Path) -> None:
+    """Which kernels it is to take changes bits: in a sandbox, in a worker's own process, and where the code is."""
+    (tmp_path / "told.py").write_text(TOLD)
+    job, digests = f"{tmp_path}/told.py:job", []
+    for kinds in ([("--job", job)], [("--sandbox", "on"), ("--sandbox", "off")]):
+        with processes() as start:
+            common = ("--threads", "1", "--log-format", "json")
+            coordinator = start(
+                "w5xde_async.coordinator", job, "--port", "0", "--min-workers", str(len(kinds)), "--short-steps",
+                "workers", "--run-dir", str(tmp_path / f"run{len(digests)}"), *common, code_free=True,
+            )  # fmt: skip
+            server = coordinator.wait_for("run_started")["address"]
+            workers = [start("w5xde_async.worker", "--server", server, *kind, *common) for kind in kinds]
+            for worker in workers:
+                assert worker.finish() == 0, worker.text
+            assert coordinator.finish() == 0
+            digests.append(coordinator.last("run_finished")["digest"])
+    assert digests[0] == digests[1]

@@ -254,7 +254,7 @@ def tree(*calls: Call, loss: int | None = None, **parts: Any) -> list[Any]:
     made = {
         "form": FORM, "fingerprint": tiny_layout().fingerprint, "structure": flatten((torch.zeros(1),) * 2)[0],
         "metrics": [], "statistics": [], "operators": names, "constants": [["float32", [3]]],
-        "graphs": [[inputs, nodes, [at + 1 if loss is None else loss, []]]],
+        "graphs": [[inputs, nodes, [at + 1 if loss is None else loss, []]]], "said": [],
     } | parts  # fmt: skip
     return list(made.values())
 

@@ -340,7 +340,7 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     "more after it": (lambda: Document(document().text + b"\x00", (torch.ones(3),)), "msgpack"),
     "a number": (lambda: Document(b"\x07", ()), "Expected `array`"),
     "a pickle": (lambda: Document(b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x02os.", ()), "."),
-    "another form": (whole(form=2), "form 2"),
+    "another form": (whole(form=3), "form 3"),
     "another model": (whole(fingerprint=bytes(32)), "another model"),
     "no graph": (whole(graphs=[]), r"length >= 1 - at `\$\[7\]`"),
     "a constant that did not come": (whole(constants=[["float32", [3]], ["float32", [3]]]), "constants"),

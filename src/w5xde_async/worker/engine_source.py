@@ -15,6 +15,7 @@ from w5xde_async.compute.machine import machine_memory_bytes
 from w5xde_async.compute.program.form import Document, Program, parse
 from w5xde_async.compute.program.program_job import ProgramJob, device_memory_bytes
 from w5xde_async.compute.program.sandbox import Computing, Sandbox, Sandboxed
+from w5xde_async.compute.program.switches import Switched
 from w5xde_async.errors import MalformedFrame, RefusalCode, Refused, UsageError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.net.outbox import Outbox
@@ -53,6 +54,7 @@ class EngineSource:
         self._program: Program | None = None
         self._document: Document | None = None  # a program for the sandbox
         self._program_digest = b""
+        self._switched = Switched()
 
     @property
     def engine(self) -> Computing | None:
@@ -74,6 +76,7 @@ class EngineSource:
         if self._sandbox is not None:
             ends.append(self._sandbox.end)
         self._engine, self._island, self._sandbox = None, None, None
+        ends.append(self._switched.take_back)
         loop = asyncio.get_running_loop()
         return [loop.run_in_executor(self._pool, end) for end in ends]
 
@@ -125,6 +128,7 @@ class EngineSource:
                 source: Job | Traced | None = None if rank.traced else self._job
                 if source is None:
                     assert self._program is not None
+                    self._switched.say(self._program.said)
                     source = Traced(self._program, theirs, device_memory_bytes(self._device))
                 return rank.build(source, spec, welcome.bucket_bytes)
             except W5xdeError:
@@ -153,6 +157,7 @@ class EngineSource:
         if self._job is not None:
             return self._job
         assert self._program is not None
+        self._switched.say(self._program.said)
         memory_bytes = device_memory_bytes(self._device)
         return ProgramJob.of(self._program, layout, self._device, precision=spec.precision, memory_bytes=memory_bytes)
 

@@ -33,10 +33,11 @@ from w5xde_async.compute.program.operators import (
     Parameter,
     find,
 )
+from w5xde_async.compute.program.switches import Said, contradiction
 from w5xde_async.errors import ProgramRefused
 from w5xde_async.params.layout import Layout
 
-FORM = 1
+FORM = 2
 
 # Tags of what is not a plain literal: [tag, value].
 _VALUE, _DTYPE, _LAYOUT, _MEMORY_FORMAT, _DEVICE, _LIST = range(6)
@@ -55,6 +56,7 @@ class Limits(NamedTuple):
     items: int = 4096
     axes: int = 16
     metrics: int = 64
+    switches: int = 64
     regions_deep: int = 16  # each level computes what lies in it once more
 
 
@@ -113,7 +115,8 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program that was checked. ``statistics`` are layout entries that change without a version count."""
+    """A program that was checked. ``statistics`` are layout entries that change without a version count; ``said`` is
+    what torch was told where it was traced."""
 
     fingerprint: bytes
     structure: bytes
@@ -122,6 +125,7 @@ class Program:
     constants: tuple[Tensor, ...]
     graphs: tuple[Graph, ...]
     num_entries: int
+    said: Said = ()
 
 
 # -- out -------------------------------------------------------------------------------------------------------
@@ -147,7 +151,7 @@ def encode(program: Program) -> Document:
     ]
     constants = [[_name(DTYPES, constant.dtype), list(constant.shape)] for constant in program.constants]
     head = (FORM, program.fingerprint, program.structure, program.metrics, program.statistics)
-    text: bytes = msgpack.packb((*head, list(operators), constants, graphs))
+    text: bytes = msgpack.packb((*head, list(operators), constants, graphs, program.said))
     return Document(text, program.constants)
 
 
@@ -197,6 +201,7 @@ _TEXT = msgspec.msgpack.Decoder(
         Annotated[tuple[str, ...], Meta(max_length=LIMITS.items)],
         Annotated[tuple[tuple[str, tuple[int, ...]], ...], Meta(max_length=LIMITS.constants)],
         Annotated[tuple[_Graph, ...], Meta(min_length=1, max_length=LIMITS.graphs)],
+        Annotated[tuple[tuple[str, bool | str], ...], Meta(max_length=LIMITS.switches)],
     ]
 )
 
@@ -206,7 +211,7 @@ def parse(document: Document, layout: Layout) -> Program:
     text, entries = document.text, layout.entries
     _need(len(text) <= LIMITS.text_bytes, f"its text has {len(text)} bytes, more than {LIMITS.text_bytes}")
     try:
-        form, fingerprint, structure, metrics, statistics, names, constants, graphs = _TEXT.decode(text)
+        form, fingerprint, structure, metrics, statistics, names, constants, graphs, said = _TEXT.decode(text)
     except (DecodeError, ValueError, RecursionError) as error:
         raise ProgramRefused(f"its text is not msgpack of form {FORM}: {str(error)[:200]}") from None
     _need(form == FORM, f"it has form {form!r:.40}, this version knows {FORM}: use the same version on both sides")
@@ -216,10 +221,11 @@ def parse(document: Document, layout: Layout) -> Program:
         "its statistics are not buffers",
     )
     _check_constants(document.constants, constants)
+    _need(not (wrong := contradiction(said)), wrong)
     total = sum(len(nodes) for _, nodes, _ in graphs)
     _need(total <= LIMITS.nodes, f"it has {total} nodes, more than {LIMITS.nodes}")
     made = tuple(_Reader(layout, names, document.constants, len(metrics)).graph(graph) for graph in graphs)
-    return Program(fingerprint, structure, metrics, statistics, document.constants, made, len(entries))
+    return Program(fingerprint, structure, metrics, statistics, document.constants, made, len(entries), said)
 
 
 def _need(holds: bool, reason: str) -> None:

@@ -23,6 +23,7 @@ from w5xde_async.compute.program.channel import SlotPool
 from w5xde_async.compute.program.form import DEVICE, Document, Graph, Input, Node, Program, Ref, encode, parse
 from w5xde_async.compute.program.operators import NAMES, RECOMPUTE, find
 from w5xde_async.compute.program.program_job import ProgramJob
+from w5xde_async.compute.program.switches import Switched
 from w5xde_async.compute.transfer import Lent
 from w5xde_async.errors import ProgramRefused, W5xdeError
 from w5xde_async.params.flat import FlatState, ResultVector
@@ -140,9 +141,10 @@ class _Runner:
         text = bytes(texts[: build.layout_bytes + build.text_bytes].numpy())
         layout = Layout.parse(text[: build.layout_bytes])
         document = Document(text[build.layout_bytes :], tuple(place.tensor(texts).clone() for place in build.constants))
-        device = torch.device(build.device)
+        device, program = torch.device(build.device), parse(document, layout)
+        Switched().say(program.said)
         replica = ProgramJob.of(
-            parse(document, layout), layout, device, precision=build.spec.precision, memory_bytes=build.memory_bytes
+            program, layout, device, precision=build.spec.precision, memory_bytes=build.memory_bytes
         )
         self._pool = SlotPool(layout, slots)
         self.engine = Engine(replica, build.spec, device=device, lent=Lent(FlatState(layout, memory=state), self._pool))

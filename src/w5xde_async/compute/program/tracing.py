@@ -46,6 +46,7 @@ from w5xde_async.compute.program.converting import (
 from w5xde_async.compute.program.form import Document, Graph, Program, encode, parse
 from w5xde_async.compute.program.interpreter import fits
 from w5xde_async.compute.program.program_job import ProgramStep
+from w5xde_async.compute.program.switches import said_here
 from w5xde_async.errors import ProgramRefused
 from w5xde_async.job import Job, StepFunction, first_samples, step_function
 from w5xde_async.params.flat import state_of
@@ -282,7 +283,7 @@ def _trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) -
     graphs = [renumbered(graph, len(layout.entries), len(constants)) for graph in graphs]
     program = Program(
         layout.fingerprint, structure, tuple(names), statistics(layout, model), tuple(constants), tuple(graphs),
-        len(layout.entries),
+        len(layout.entries), said_here(),
     )  # fmt: skip
     document = encode(program)
     checked = parse(document, layout)
