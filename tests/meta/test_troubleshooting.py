@@ -40,6 +40,15 @@ def test_every_message_is_one_that_the_programs_say() -> None:
             assert any(part in text for text in said), f"nobody says {part!r}"
 
 
+def test_the_row_of_memory_that_is_not_shared_names_every_reason_of_the_coordinators() -> None:
+    (said,) = [text for text in _said() if text.startswith("the coordinator offers none: ")]
+    rows = (ROOT / "docs" / "troubleshooting.md").read_text().splitlines()
+    (row,) = [row for row in rows if row.startswith("| `--link shm")]
+    assert said.endswith("or the model is small")
+    for reason in ("another container or machine", "the model is small"):
+        assert reason in row
+
+
 def test_the_table_of_sizes_is_computed() -> None:
     rows = [
         found for line in (ROOT / "docs" / "questions.md").read_text().splitlines() if (found := _SIZES.match(line))
