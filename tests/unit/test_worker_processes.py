@@ -20,6 +20,7 @@ from tests.simulator.loop import VirtualLoop
 
 from w5xde_async.cluster import worker_processes
 from w5xde_async.cluster.worker_processes import LocalWorkers, telling
+from w5xde_async.errors import LocalError
 from w5xde_async.runtime import loop_factory
 from w5xde_async.settings.flags import read
 from w5xde_async.settings.programs import CoordinatorSettings
@@ -178,6 +179,33 @@ async def test_processes_start_before_anybody_knows_where_the_coordinator_is(ask
     assert all(one.ended.is_set() for one in asked.started)
     everything = [" ".join(one.command) + str(one.environment) for one in asked.started]
     assert not any("secret" in text or "geheim" in text for text in everything)  # process lists are public
+
+
+@pytest.mark.parametrize("startable", [0, 1])
+async def test_what_cannot_be_started_early_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, asked: Asked, caplog: pytest.LogCaptureFixture, startable: int
+) -> None:
+    """Where some could be, the others are told of as those are that cannot be started later."""
+
+    async def start(*command: str, **options: Any) -> Any:
+        if len(asked.started) == startable:
+            raise PermissionError(13, "Permission denied")
+        return await asked.start(*command, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    told = f"cannot be started: {sys.executable}: Permission denied"
+    workers = LocalWorkers(2, address="a:1", reference="train.py:job")
+    if not startable:
+        with pytest.raises(LocalError) as raised:
+            await workers.prestart()
+        assert str(raised.value) == f"worker local-0 {told}"
+        return
+    await workers.prestart()
+    workers.job_is_loaded()
+    async with workers:
+        await begun(workers, 2, asked)
+        assert workers.processes.keys() == {"local-0"}
+        assert [record.getMessage() for record in caplog.records] == [f"worker local-1 {told}"]
 
 
 async def test_what_was_started_too_early_ends_too(asked: Asked) -> None:

@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from w5xde_async.errors import ExitCode
+from w5xde_async.errors import ExitCode, LocalError
 from w5xde_async.runtime import start_process
 from w5xde_async.telemetry.events import Event, WorkerJoined, WorkerLeft
 
@@ -121,9 +121,17 @@ class LocalWorkers:
         await self.aclose()
 
     async def prestart(self) -> None:
-        """Start the processes of ``count`` workers: they import what they need until ``scale`` says where to go."""
+        """Start the processes of ``count`` workers: they import what they need until ``scale`` says where to go.
+
+        Raises LocalError where none can be started; what some of them lack is told where ``scale`` fails to start it.
+        """
         for _ in range(self._wanted):
-            self._prestarted.append(await self._start())
+            try:
+                self._prestarted.append(await self._start())
+            except OSError as error:
+                if not self._prestarted:
+                    raise LocalError(f"worker local-{self._number} {_unstarted(error)}") from error
+                return
 
     def job_is_loaded(self) -> None:
         """Those of ``prestart`` may load it too: what it fetches once is there."""
@@ -249,7 +257,7 @@ class LocalWorkers:
             try:
                 code = await self._run(name, device, words)
             except OSError as error:
-                return self._give_up(name, f"cannot be started: {error.strerror}")
+                return self._give_up(name, _unstarted(error))
             if code == ExitCode.OK:
                 logger.info("worker %s has left", name)
                 return None
@@ -377,6 +385,11 @@ class LocalWorkers:
                 if level == logging.INFO:
                     continue
                 words.append(text)
+
+
+def _unstarted(error: OSError) -> str:
+    """What is said of a worker whose process cannot be started: the program may be one that this user may not run."""
+    return f"cannot be started: {sys.executable}: {error.strerror or error}"
 
 
 def telling(worker_id: str) -> str:
