@@ -393,6 +393,26 @@ def test_tokens_and_models_that_do_not_fit(start: Callable[..., Program], jobs: 
     assert "hush" not in shown
 
 
+ONE_CANNOT = """
+import os
+import sys
+from pathlib import Path
+if "worker" in sys.argv[0]:
+    try:
+        os.close(os.open(Path(__file__).with_name("taken"), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        os._exit(2)
+"""
+
+
+def test_a_run_begins_without_a_worker_that_cannot_work(start: Callable[..., Program], tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text(ONE_CANNOT + JOBS)
+    program = start(*coordinate(f"{tmp_path}/one.py:job", tmp_path / "run", "--workers", "2"))
+    assert program.finish() == ExitCode.OK
+    said = "".join(program.text)
+    assert "ended with exit code 2: the run does not wait for it, and begins with 1 worker" in said
+
+
 def test_a_worker_that_could_never_work_is_not_started_again(
     start: Callable[..., Program], jobs: str, tmp_path: Path
 ) -> None:

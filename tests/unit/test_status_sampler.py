@@ -237,7 +237,7 @@ def test_why_a_worker_waits():
 
     sessions = {worker: session(worker) for worker in "ab"}
     training: Any = SimpleNamespace(
-        ledger=ledger, roster=SimpleNamespace(sessions=sessions), phase=SimpleNamespace(begun=False),
+        ledger=ledger, roster=SimpleNamespace(sessions=sessions), phase=SimpleNamespace(begun=False, min_workers=2),
         context=SimpleNamespace(config=settings(min_workers=2, credit_bytes=10)),
         scheduler=SimpleNamespace(unread=set()), computes_here=False, takes_place_of=lambda session: False,
     )  # fmt: skip

@@ -281,6 +281,38 @@ def on_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
     return run
 
 
+@pytest.mark.parametrize("words", [b"", b"no device\n"])
+@on_virtual_time
+async def test_one_that_fails_for_good_is_told_of_with_how_many_are_left(
+    asked: Asked, caplog: pytest.LogCaptureFixture, words: bytes
+) -> None:
+    asked.tells_ids = False
+    given_up, all_lost = list[tuple[str, str, int]](), list[str]()
+
+    def lost(name: str, reason: str, left: int) -> None:
+        given_up.append((name, reason, left))
+
+    async with LocalWorkers(
+        0, address="a:1", reference="", on_all_lost=all_lost.append, on_given_up=lost
+    ) as workers:  # fmt: skip
+        await begun(workers, 2, asked)
+        why = "was ended by SIGKILL again, 3 restarts within a minute"
+        ended = set[Started]()
+        for left, name in ((1, "local-1"), (0, "local-0")):
+            while len(given_up) < 2 - left:
+                for process in asked.started:
+                    if process not in ended and json.loads(process.lines[1])["arguments"][1] == name:
+                        ended.add(process)
+                        if words:
+                            process.says.put_nowait(words)
+                        process.terminate()
+                await asyncio.sleep(worker_processes._RESTART_DELAY_S)
+            assert given_up[-1] == (name, why, left)
+            said = f"worker {name} {why}:\n  no device" if words else f"worker {name} {why}"
+            assert caplog.records[-1].getMessage() == said
+            assert all_lost == ([] if left else [f"every local worker has failed; local-0 {why}"])
+
+
 def joined(name: str, worker_id: str = "") -> WorkerJoined:
     known = worker_id or f"id of {name}"
     return WorkerJoined(worker_id=known, name=name, peer="p", device="cpu", threads=1, num_workers=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -28,7 +29,8 @@ from w5xde_async.worker.config import WorkerConfig
 
 
 class LocalCluster:
-    """Trains ``job`` with ``n_workers`` workers of ``threads`` threads each; the first step waits for all of them.
+    """Trains ``job`` with ``n_workers`` workers of ``threads`` threads each; the first step waits for all of them,
+    but those processes that have failed for good.
 
     >>> async with LocalCluster(job, n_workers=2) as cluster:
     ...     result = await cluster.wait()
@@ -55,6 +57,7 @@ class LocalCluster:
         self._given, self._n_workers, self._threads = job, n_workers, threads
         self._replica = None if isinstance(job, str) else with_own_model(job)  # before it is trained in place
         self._run_dir, self._bus, self._runtime = run_dir, bus or Bus(), runtime
+        self._asked = config is not None  # for how many workers the first step waits
         self._config = config or CoordinatorConfig(port=0, min_workers=max(n_workers, 1), dashboard=dashboard)
         self._coordinator: Coordinator | None = None
         self._workers: LocalWorkers | TaskWorkers | None = None
@@ -209,6 +212,7 @@ class LocalCluster:
             join=self.coordinator.local_join,
             grace_s=config.grace_s + 2.0,
             on_all_lost=self.coordinator.workers_failed,
+            on_given_up=partial(self.coordinator.worker_failed, asked=self._asked),
         )
 
     def _on_event(self, event: Event) -> None:

@@ -77,7 +77,8 @@ class LocalWorkers:
     none given: the machine's CUDA devices are dealt out so, unless the environment says W5XDE_DEVICE.
     ``join`` is a join string, to be used in place of ``address`` and ``token``. ``data_dir`` is for all of them.
     ``island``: each worker is an island of that shape, whose ranks have a device each.
-    ``on_all_lost(reason)`` is called when one has failed for good and no other is left.
+    ``on_all_lost(reason)`` is called when one has failed for good and no other is left. ``on_given_up(name, reason,
+    left)`` is called for each that has failed for good, after that: ``left`` are there yet.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class LocalWorkers:
         island: str = "",
         grace_s: float = 10.0,
         on_all_lost: Callable[[str], None] | None = None,
+        on_given_up: Callable[[str, str, int], None] | None = None,
     ) -> None:
         self._wanted = count
         self._prestarted: deque[Process] = deque()
@@ -103,7 +105,7 @@ class LocalWorkers:
         self._devices, self._device_of = devices, dict[str, str]()
         self._token, self._join = token, join
         self._config_path, self._data_dir, self._grace_s = config_path, data_dir, grace_s
-        self._on_all_lost = on_all_lost
+        self._on_all_lost, self._on_given_up = on_all_lost, on_given_up
         self._hears = False  # what becomes of its workers
         self._here: Counter[str] = Counter()  # links of all workers, by id
         self._ids: dict[str, str] = {}  # by name; by these they are known: anybody may call himself local-0
@@ -140,10 +142,11 @@ class LocalWorkers:
 
     def at(
         self, address: str, *, join: str = "", on_all_lost: Callable[[str], None] | None = None,
-        threads: int | None = None,
+        on_given_up: Callable[[str, str, int], None] | None = None, threads: int | None = None,
     ) -> None:  # fmt: skip
         """Where the coordinator is, if the constructor was not told; ``threads`` where there is a better number now."""
-        self._address, self._join, self._on_all_lost = address, join, on_all_lost
+        self._address, self._join = address, join
+        self._on_all_lost, self._on_given_up = on_all_lost, on_given_up
         self._threads = threads or self._threads
 
     @property
@@ -264,19 +267,22 @@ class LocalWorkers:
             how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
             said = "".join(f"\n  {line}" for line in words)
             if code in _HOPELESS:
-                return self._give_up(name, f"{how}:{said}")
+                return self._give_up(name, how, said)
             now = time.monotonic()
             if len(restarts) == _RESTARTS and now - restarts[0] < _RESTART_WINDOW_S:
-                return self._give_up(name, f"{how} again, {_RESTARTS} restarts within a minute:{said}")
+                return self._give_up(name, f"{how} again, {_RESTARTS} restarts within a minute", said)
             restarts.append(now)
             logger.warning("worker %s %s and is started again%s", name, how, said)
             await asyncio.sleep(_RESTART_DELAY_S)
 
-    def _give_up(self, name: str, reason: str) -> None:
-        logger.error("worker %s %s", name, reason)
-        others = (keeper for other, keeper in self._keepers.items() if other != name)
-        if self._on_all_lost is not None and all(keeper.done() for keeper in others):
-            self._on_all_lost(f"every local worker has failed; {name} {reason.splitlines()[0].rstrip(':')}")
+    def _give_up(self, name: str, reason: str, said: str = "") -> None:
+        """``said``: its last words, each in a line that begins with the line's end before it."""
+        logger.error("worker %s %s%s%s", name, reason, ":" if said else "", said)
+        left = sum(not keeper.done() for other, keeper in self._keepers.items() if other != name)
+        if self._on_all_lost is not None and not left:
+            self._on_all_lost(f"every local worker has failed; {name} {reason}")
+        if self._on_given_up is not None:
+            self._on_given_up(name, reason, left)
 
     async def _start(self) -> Process:
         """A process that waits for its orders."""

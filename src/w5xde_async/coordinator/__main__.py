@@ -142,6 +142,7 @@ def _prepare(
             short = coordinator.has_short_leaves and not asked
             workers.at(
                 coordinator.address, join=coordinator.local_join, on_all_lost=coordinator.workers_failed,
+                on_given_up=partial(coordinator.worker_failed, asked="min_workers" in settings.told),
                 threads=1 if short else None,
             )  # fmt: skip
             await stack.enter_async_context(workers)

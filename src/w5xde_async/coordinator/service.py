@@ -185,6 +185,29 @@ class Coordinator:
         if not self.num_workers:
             self.request_stop(reason)
 
+    def worker_failed(self, worker: str, reason: str, left: int, *, asked: bool) -> None:
+        """One of the workers that were started for this run has failed for good; ``left`` of them are there yet.
+
+        Where the first step waits for more than those, it does not any longer, unless somebody has ``asked`` for that
+        number: then a person is told what it takes.
+        """
+        run, enough = self._run, max(left, 1)
+        if run is None or self._stopped.is_set() or run.config.min_workers <= enough:
+            return
+        wanted, begun = run.config.min_workers, run.training.phase.begun
+        if not asked:
+            run.begin_with(enough)
+        if begun:
+            return
+        if asked:
+            said = (
+                f"--min-workers {wanted} can be met by workers from elsewhere only: start {wanted - left} there, or "
+                f"begin anew with --min-workers {enough}"
+            )
+        else:
+            said = f"the run does not wait for it, and begins with {enough} worker{'s' * (enough > 1)}"
+        self.bus.publish(Warned(text=f"worker {worker} {reason}: {said}"))
+
     def request_checkpoint(self) -> None:
         """Write a checkpoint after the next commit."""
         if self._run is not None:

@@ -204,6 +204,7 @@ class Phase:
         self.leaves = self.leaves_wasted = 0  #: computed and used, and not used
         self.refused: Counter[VerdictCode] = Counter()  #: leases whose work was not used, by verdict
         self.begun = False  #: leases are given
+        self.min_workers = config.min_workers  #: so many have to come before; fewer where some never will
         self._began_at = self._committed_at = 0.0
         self._waiting = ""  # what was said last of why they are not
         self._nonfinite = 0
@@ -319,7 +320,7 @@ class Phase:
         """Whether leases are given: nothing has failed, and enough workers have come to begin."""
         if self.lifecycle.failure is not None:
             return False
-        ready, wanted = self.roster.membership.num_ready, self._context.config.min_workers
+        ready, wanted = self.roster.membership.num_ready, self.min_workers
         if not self.begun and ready < wanted:
             joining = len(self.roster.joining)
             reason = f"{ready} of {wanted} workers" + (f", {joining} joining" if joining else "")

@@ -160,6 +160,12 @@ class Run:
         self._stopping = True
         self.training.stop()
 
+    def begin_with(self, num_workers: int) -> None:
+        """Wait for so many workers, here and where another rule begins anew: the others will never come."""
+        self.config = replace(self.config, min_workers=num_workers)
+        self.training.phase.min_workers = num_workers
+        self.training.phase.lifecycle.wake.set()  # leases are given at the next tick
+
     def _end_early(self) -> None:
         """The job's ``stop_when`` finishes the run, also where somebody has asked it to stop."""
         training = self.training

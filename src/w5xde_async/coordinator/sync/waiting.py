@@ -20,7 +20,7 @@ def reason_to_wait(training: SyncTraining, session: Session, member: Member) -> 
     if (reason := reason_of_standing(member)) is not None:
         return reason
     if not training.phase.begun:
-        return f"workers: the run begins with {training.context.config.min_workers}"
+        return f"workers: the run begins with {training.phase.min_workers}"
     steps = training.ledger.open_steps
     if not steps:
         return "the end of the run"
