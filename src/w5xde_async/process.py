@@ -28,7 +28,16 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from w5xde_async.errors import DeviceLost, DiskHangs, ExitCode, LeafFailed, UpdateFailed, UsageError, W5xdeError
+from w5xde_async.errors import (
+    DeviceLost,
+    DiskHangs,
+    ExitCode,
+    LeafFailed,
+    LocalError,
+    UpdateFailed,
+    UsageError,
+    W5xdeError,
+)
 from w5xde_async.users_code import heard
 
 logger = logging.getLogger(__name__)
@@ -47,7 +56,10 @@ _NO_JOIN_SECRET = (
     "--join: whoever is on this machine could read the secret from the list of processes; put the join string into a "
     "file of mode 0600 and give --join-file, or set W5XDE_JOIN"
 )
-
+_NO_THREADS = (
+    "this machine lets this process start no more threads (ulimit -u, or the container's limit of processes): raise "
+    "that limit"
+)
 
 CTRL_C = "Ctrl-C"
 _DEAF_S = 1.0
@@ -192,6 +204,7 @@ def launch(
     _allow_descriptors()
     as_json = False
     code: int | None = None
+    failure: Exception | None = None
     stops = _Early(stops=True)
     for number in _known(*_STOPS, *ends):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -228,7 +241,7 @@ def launch(
             raise KeyboardInterrupt
 
         async def run() -> int:
-            nonlocal code
+            nonlocal code, failure
             try:
                 code = await body()
                 return code
@@ -237,6 +250,9 @@ def launch(
                 with suppress(OSError, ValueError):
                     sys.stdout.flush()
                 os._exit(error.exit_code)
+            except Exception as error:
+                failure = error
+                raise
 
         with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
             return runner.run(run())
@@ -247,10 +263,31 @@ def launch(
         _complain(prog, "stopped before it began", code, as_json)
         return code
     except W5xdeError as error:
-        # A traceback of the job's code was part of the run's summary; here the first line is enough.
-        text = str(error).splitlines()[0] if isinstance(error, LeafFailed | UpdateFailed) else str(error)
-        _complain(prog, text, error.exit_code, as_json)
-        return error.exit_code
+        return _fail(prog, error, as_json)
+    except Exception as error:
+        if not _lacks_threads(error):
+            raise
+        if code is not None:  # the program had ended, and its loop wanted a thread to wait for others
+            return code
+        if failure is None or _lacks_threads(failure):
+            return _fail(prog, LocalError(_NO_THREADS), as_json)
+        if isinstance(failure, W5xdeError):  # and the loop's end came to the same
+            return _fail(prog, failure, as_json)
+        raise failure from None
+
+
+def _fail(prog: str, error: W5xdeError, as_json: bool) -> int:
+    # A traceback of the job's code was part of the run's summary; here the first line is enough.
+    text = str(error).splitlines()[0] if isinstance(error, LeafFailed | UpdateFailed) else str(error)
+    _complain(prog, text, error.exit_code, as_json)
+    return error.exit_code
+
+
+def _lacks_threads(error: BaseException) -> bool:
+    """Whether that is all there is to it: Python has no class of its own for it, and it may come from anywhere."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_lacks_threads, error.exceptions))
+    return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
 
 
 def _end_with_stdin() -> None:

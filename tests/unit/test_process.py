@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import platform
 import signal
 import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import pytest
 
-from w5xde_async.errors import ExitCode
+from w5xde_async.errors import ExitCode, UsageError
 from w5xde_async.process import (
     _SCHED_ATTR,
     _SCHED_SETATTR,
@@ -19,8 +22,10 @@ from w5xde_async.process import (
     _Early,
     _Ending,
     _ignore_stops,
+    launch,
     use_batch_scheduling,
 )
+from w5xde_async.settings import WorkerSettings
 from w5xde_async.telemetry.dashboard.connections import at_most
 
 
@@ -169,3 +174,88 @@ def test_who_may_not_choose_a_policy_goes_on_without(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "sched_setscheduler", forbidden)
     use_batch_scheduling()
     assert asked
+
+
+@pytest.fixture
+def launched(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str]]]:
+    """Gives the exit code of a program whose body that is, and what it has complained of."""
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def launched(body: Callable[[], Coroutine[Any, Any, int]], *flags: str) -> tuple[int, str]:
+        given = ("--server", "localhost:1", *flags)
+        code = launch(lambda: WorkerSettings, given, prog="worker", prepare=lambda settings, token: body)
+        return code, capsys.readouterr().err
+
+    yield launched
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def refuse(_: threading.Thread) -> None:
+    """In place of ``Thread.start``, as under ``ulimit -u``."""
+    raise RuntimeError("can't start new thread")
+
+
+NO_THREADS = (
+    "worker: this machine lets this process start no more threads (ulimit -u, or the container's limit of processes): "
+    "raise that limit\n"
+)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "auto"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_program_that_gets_no_thread_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, launched: Callable[..., tuple[int, str]], loop: str, grouped: bool
+) -> None:
+    """The end of its loop, which wants a thread too, adds nothing."""
+
+    async def body() -> int:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        if grouped:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(asyncio.to_thread(int))
+        return await asyncio.to_thread(int)
+
+    assert launched(body, "--loop", loop) == (ExitCode.ERROR, NO_THREADS)
+
+
+def test_one_that_gets_none_before_its_loop_says_the_same(
+    monkeypatch: pytest.MonkeyPatch, launched: Callable[..., tuple[int, str]]
+) -> None:
+    async def body() -> int:
+        raise AssertionError
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert launched(body, "--exit-with-stdin") == (ExitCode.ERROR, NO_THREADS)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "auto"])
+@pytest.mark.parametrize("told", ["", "no such device"])
+def test_a_loop_that_gets_none_for_its_end_changes_no_end(
+    monkeypatch: pytest.MonkeyPatch, launched: Callable[..., tuple[int, str]], loop: str, told: str
+) -> None:
+    async def body() -> int:
+        await asyncio.to_thread(int)  # for the end of such threads the loop starts another
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        if told:
+            raise UsageError(told)
+        return ExitCode.DRAINED
+
+    expected = (ExitCode.USAGE, f"worker: {told}\n") if told else (ExitCode.DRAINED, "")
+    assert launched(body, "--loop", loop) == expected
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "auto"])
+def test_what_else_it_fails_of_is_raised_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, launched: Callable[..., tuple[int, str]], loop: str
+) -> None:
+    async def body() -> int:
+        await asyncio.to_thread(int)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        raise ZeroDivisionError("a fault")
+
+    with pytest.raises(ZeroDivisionError, match="a fault") as raised:
+        launched(body, "--loop", loop)
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__
