@@ -68,10 +68,25 @@ class BufferState:
         mine = self._state.bucket(bucket).float()
         return (value != mine) & ~(value.isnan() & mine.isnan())
 
+    def means(self) -> dict[int, Tensor]:
+        """Copies of the floating buckets."""
+        return {b.index: self._state.bucket(b).clone() for b in self.buckets if self.roles[b.index] == "mean"}
+
+    def changed(
+        self, bucket: Bucket, result: Tensor, samples: int, begun: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Values after a sum of changes of ``begun`` (None: of the state), and where there were any.
+
+        Elsewhere they are the state's. float64 where the buffer is, else float32.
+        """
+        mine = self._state.bucket(bucket)
+        value, moved = _after(mine if begun is None else begun, result, samples)
+        return (value if begun is None else torch.where(moved, value, mine.to(value.dtype))), moved
+
     def approach(self, bucket: Bucket, value: Tensor, where: Tensor, part: float) -> None:
         """Go ``part`` of the way to ``value``, ``where`` that is set; other elements keep their bits."""
         mine = self._state.bucket(bucket)
-        known = mine.float()
+        known = mine.to(value.dtype)
         value = torch.where(torch.isfinite(known), known.lerp(value, part), value) if part < 1.0 else value
         mine.copy_(torch.where(where & torch.isfinite(value), value.to(mine.dtype), mine))
 
@@ -84,16 +99,29 @@ class BufferState:
         return at[over] if bool(over.any()) else None
 
 
+def mean_of(mean: Tensor, value: Tensor, part: float) -> Tensor:
+    """A mean after one more value, which weighs ``part`` of it. Elements that are not finite do not count."""
+    both = torch.where(torch.isfinite(value), mean.lerp(value, part), mean)
+    return torch.where(torch.isfinite(mean), both, value)
+
+
 def _moved(mine: Tensor, result: Tensor, samples: int) -> Tensor:
-    """Values after a sum of changes. An element that nobody changed, or that would not be finite, keeps its bits.
+    """Values after a sum of changes. An element that nobody changed, or that would not be finite, keeps its bits."""
+    value, moved = _after(mine, result, samples)
+    value = value.to(mine.dtype)
+    return torch.where(isfinite(value) & moved, value, mine)
+
+
+def _after(begun: Tensor, result: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+    """Values after a sum of changes, and where there are any: in float64, or float32 for smaller types.
 
     What a value that is not finite becomes is the mean of the leaves' own: see ``compute.buffers.change``.
     """
-    wide = torch.float64 if mine.dtype == torch.float64 else torch.float32
-    before, still = mine.to(wide), result == 0
+    wide = torch.float64 if begun.dtype == torch.float64 else torch.float32
+    before, still = begun.to(wide), result == 0
     known = torch.isfinite(before)
     if not bool(known.all()):
         before = before.masked_fill(~known, 0.0)
         still = still & (known | result.signbit())  # a mean of 0.0 is a change, -0.0 is the sum of none
-    value = (before + result.to(wide).div_(samples)).to(mine.dtype)
-    return torch.where(isfinite(value) & ~still, value, mine)
+    value = before + result.to(wide).div_(samples)
+    return torch.where(still, begun.to(wide), value), ~still

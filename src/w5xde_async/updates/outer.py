@@ -12,6 +12,7 @@ done are in one state_dict. Does not hold: the same bits (G3).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,12 +23,12 @@ from torch import Tensor
 
 from w5xde_async.errors import JobError
 from w5xde_async.params.flat import FlatState, ResultVector
-from w5xde_async.params.layout import Layout
+from w5xde_async.params.layout import Bucket, Layout
 from w5xde_async.plan.stream import DoneSteps
 from w5xde_async.updates.admission import Outcome
 from w5xde_async.updates.asynchronous import AsynchronousConfig, AsynchronousRule
 from w5xde_async.updates.averages import Average, CoordinateMedian, RadialDirectionalAverage, WeightedMean
-from w5xde_async.updates.buffers import BufferState
+from w5xde_async.updates.buffers import BufferState, mean_of
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.delayed import DelayedNesterovConfig, DelayedNesterovRule
 from w5xde_async.updates.fragments import Fragment
@@ -39,6 +40,7 @@ from w5xde_async.wire.messages import VerdictCode
 
 _ROWS = 64  # results that an average which keeps them all has room for
 _SPREAD = 0.5  # of norms, in medians: with the default of --norm-gate four times the median is not unusual
+_KEPT_BUFFERS = 64  # versions, at most: a model may have many buffers, and results so old weigh little
 _REMEMBERED = 1024  # versions by which a fragment's staleness is told
 
 
@@ -95,61 +97,100 @@ def bucket_fragments(layout: Layout, num_fragments: int) -> tuple[tuple[int, ...
 class _Buffers:
     """Means and maxima of buffers over the contributions since the last commit.
 
-    ``values``: floating buffers come as they are at their worker, not as sums of changes. A mean of values lies between
-    them whenever they began. Changes do not: two that began at the same value, one after the other, make a running
-    variance negative.
+    A floating buffer goes towards the mean of its values at the workers. Each of these lies between what the worker
+    began with and what its data say, and so does every mean of them, whenever they began. Changes do not: two that
+    began at the same value, one after the other, make a running variance negative.
+
+    ``changes``: they come as sums of changes from the values of the contribution's version (``async``), so these are
+    kept for the last ``versions`` commits; an older contribution moves no floating buffer.
     """
 
-    def __init__(self, layout: Layout, state: FlatState, *, values: bool) -> None:
-        self._state, self._values = BufferState(layout, state), values
-        self._sums: dict[int, Tensor] = {}
+    def __init__(self, layout: Layout, state: FlatState, *, changes: bool, versions: int = 0) -> None:
+        self._state, self._changes = BufferState(layout, state), changes
+        self._values: dict[int, Tensor] = {}  # means, and maxima
+        self._weights: dict[int, float] = {}  # of means
         self._samples: dict[int, int] = {}
-        self._moved: dict[int, Tensor] = {}  # with ``values``: where one of them was another than the state's
+        self._moved: dict[int, Tensor] = {}  # of means: where a contribution has another value than it began with
+        self._before: deque[dict[int, Tensor]] = deque(maxlen=versions)  # floating buckets as of earlier versions
 
     def refusal(self, given: Contribution) -> str:
         """Why the contribution's buffers do not count; "" where they do."""
         return self._state.implausible(given.vector, given.present, given.samples)
 
-    def add(self, given: Contribution) -> None:
+    def add(self, given: Contribution, *, staleness: int = 0, weight: float = 1.0) -> None:
+        """``weight``: of the contribution's floating buffers; what is missing to 1 stays with the state's values."""
         for bucket in self._state.buckets:
             if not given.present[bucket.index]:
                 continue
-            piece, known = given.vector.buckets[bucket.index], self._sums.get(bucket.index)
-            if self._values and self._state.roles[bucket.index] == "mean":
-                moved = self._state.differs(bucket, piece)
-                before = self._moved.get(bucket.index)
-                self._moved[bucket.index] = moved if before is None else moved | before
-                piece.mul_(given.samples)
-            if known is None:
-                self._sums[bucket.index] = piece.clone()
-            elif self._state.roles[bucket.index] == "max":
-                torch.maximum(known, piece, out=known)
+            piece, known = given.vector.buckets[bucket.index], self._values.get(bucket.index)
+            if self._state.roles[bucket.index] == "max":
+                self._values[bucket.index] = piece.clone() if known is None else torch.maximum(known, piece)
+            elif (found := self._found(bucket, piece, given.samples, staleness)) is not None:
+                value, moved = found
+                weighs = given.samples * weight
+                total = self._weights.get(bucket.index, 0.0) + weighs
+                if known is not None:
+                    value = mean_of(known, value, weighs / total if total else 0.0)
+                    moved = moved | self._moved[bucket.index]
+                self._values[bucket.index], self._moved[bucket.index] = value, moved
+                self._weights[bucket.index] = total
             else:
-                known.add_(piece)
+                continue
             self._samples[bucket.index] = self._samples.get(bucket.index, 0) + given.samples
 
+    def _found(self, bucket: Bucket, piece: Tensor, samples: int, staleness: int) -> tuple[Tensor, Tensor] | None:
+        """A contribution's values and where they are no longer those it began with; None where nobody knows these."""
+        if not self._changes:
+            return piece.clone(), self._state.differs(bucket, piece)
+        if not staleness:
+            return self._state.changed(bucket, piece, samples)
+        if staleness > len(self._before):
+            return None
+        return self._state.changed(bucket, piece, samples, self._before[-staleness][bucket.index])
+
     def apply(self, part: float = 1.0) -> list[int]:
-        """Put them into the state; the buckets that changed. ``part``: of the way to a mean of values."""
+        """Put them into the state; the buckets that changed. ``part``: of the way to the means."""
+        if self._before.maxlen:
+            self._before.append(self._state.means())
         for bucket in self._state.buckets:
-            value = self._sums.get(bucket.index)
+            value = self._values.get(bucket.index)
             if value is None:
                 continue
             moved, samples = self._moved.get(bucket.index), self._samples[bucket.index]
             if moved is None:
                 self._state.write(bucket, value, samples)
             else:
-                self._state.approach(bucket, value.div_(samples), moved, part)
-        changed = list(self._sums)
-        self._sums, self._samples, self._moved = {}, {}, {}
+                self._state.approach(bucket, value, moved, part * (self._weights[bucket.index] / samples))
+        changed = list(self._values)
+        self._values, self._weights, self._samples, self._moved = {}, {}, {}, {}
         return changed
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sums": dict(self._sums), "samples": dict(self._samples), "moved": dict(self._moved)}
+        return {
+            "values": dict(self._values), "weights": dict(self._weights), "samples": dict(self._samples),
+            "moved": dict(self._moved),
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sums = {int(index): value.clone() for index, value in state["sums"].items()}
+        self._before.clear()  # workers begin with what was loaded
         self._samples = {int(index): int(value) for index, value in state["samples"].items()}
         self._moved = {int(index): value.clone() for index, value in state["moved"].items()}
+        if "values" in state:
+            self._values = {int(index): value.clone() for index, value in state["values"].items()}
+            self._weights = {int(index): float(value) for index, value in state["weights"].items()}
+            return
+        # Earlier checkpoints hold sums: of values, or of changes.
+        self._values, self._weights = {int(index): value.clone() for index, value in state["sums"].items()}, {}
+        for bucket in self._state.buckets:
+            total = self._values.get(bucket.index)
+            if total is None or self._state.roles[bucket.index] == "max":
+                continue
+            samples = self._samples[bucket.index]
+            self._weights[bucket.index] = float(samples)
+            if self._changes:
+                self._values[bucket.index], self._moved[bucket.index] = self._state.changed(bucket, total, samples)
+            else:
+                total.div_(samples)
 
 
 class OuterRule(ABC):
@@ -168,7 +209,7 @@ class OuterRule(ABC):
         self.group = check_trainable(layout)
         self.done = DoneSteps()
         self.samples = self.version = 0
-        self._buffers = _Buffers(layout, state, values=self.local)
+        self._buffers = _Buffers(layout, state, changes=False)
 
     @property
     def parameters(self) -> Tensor:
@@ -183,7 +224,7 @@ class OuterRule(ABC):
         else:
             outcome = self._offer(given, self._staleness(given))
         if outcome.accepted:
-            self._buffers.add(given)
+            self._add_buffers(given, outcome)
         if outcome.accepted or self.once:
             self.samples += given.counted
             for step in given.steps:
@@ -218,6 +259,9 @@ class OuterRule(ABC):
     def pending(self, fragment: int) -> int:
         """Contributions that the open round of a fragment has."""
         return 0
+
+    def _add_buffers(self, given: Contribution, outcome: Outcome) -> None:
+        self._buffers.add(given)
 
     @abstractmethod
     def _offer(self, given: Contribution, staleness: int) -> Outcome: ...
@@ -275,6 +319,7 @@ class _Asynchronous(OuterRule):
             staleness_exponent=0.5 if config.staleness_exponent is None else config.staleness_exponent,
         )
         self._rule = AsynchronousRule(numel, made, average=_average(config, inner.layout, self.group, numel), gate=gate)
+        self._buffers = _Buffers(inner.layout, state, changes=True, versions=min(made.max_staleness, _KEPT_BUFFERS))
         self._root = ResultVector(inner.layout)
         self._present = [bucket.group == self.group for bucket in inner.layout.result_buckets]
         self._untouched: frozenset[int] | None = None
@@ -299,6 +344,9 @@ class _Asynchronous(OuterRule):
             known = self._untouched
             self._untouched = given.untouched if known is None else known & given.untouched
         return outcome
+
+    def _add_buffers(self, given: Contribution, outcome: Outcome) -> None:
+        self._buffers.add(given, staleness=self._staleness(given), weight=outcome.weight)  # as its gradient weighs
 
     def _commit(self, fragment: int) -> Applied | None:
         self._inner.catch_up()  # before anything is taken
