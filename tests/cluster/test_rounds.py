@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.outer.training import OuterTraining
+from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.run.strategy_chooser import StrategyChooser
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import JobError, UsageError
@@ -177,6 +178,10 @@ async def test_workers_without_the_jobs_code(rule: str) -> None:
     assert (result.outcome, result.step) == ("finished", total(make()))
 
 
+def plain_sgd() -> Job:
+    return replace(jobs.mlp_sgd(), optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05), scheduler=None)
+
+
 async def run_until(coordinator: Coordinator, make: Callable[[], Job], commits: Commits, step: int | None) -> RunResult:
     worker = Worker(coordinator.address, job=make(), config=QUICK_WORKER)
     task = asyncio.create_task(worker.run())
@@ -205,6 +210,40 @@ async def test_stopped_and_resumed(update: dict[str, Any], tmp_path: Path) -> No
         assert isinstance(coordinator._training, OuterTraining)
         assert coordinator._training.rule.samples == samples_of(make())
     assert (second.outcome, second.step) == ("finished", total(make()))
+
+
+@pytest.mark.parametrize(
+    ("update", "make", "warns"),
+    [
+        ({"rule": "local", "inner_steps": 2}, jobs.mlp_adamw, True),
+        ({"rule": "streaming", "inner_steps": 2}, jobs.mlp_adamw, True),
+        ({"rule": "async-local", "inner_steps": 2}, jobs.mlp_adamw, True),
+        ({"rule": "local", "inner_steps": 2}, plain_sgd, False),
+        ({"rule": "async"}, jobs.mlp_adamw, False),
+    ],
+    ids=["local", "streaming", "async-local", "sgd", "async"],
+)  # fmt: skip
+async def test_a_resume_says_that_inner_optimizers_begin_anew(
+    update: dict[str, Any], make: Callable[[], Job], warns: bool, tmp_path: Path
+) -> None:
+    said: list[list[str]] = []
+    for steps in (4, 8, 8):
+        events: list[Event] = []
+        wanted = lambda: replace(make(), max_steps=steps, epochs=None)  # noqa: B023, E731
+        if len(said) < 2:
+            result = await train(wanted, run_dir=tmp_path / "run", events=events, update=UpdateConfig(**update))
+            assert result.step == steps
+        else:  # nothing is left to do
+            prepared = await asyncio.to_thread(
+                prepare, wanted(), settings(update=UpdateConfig(**update)), tmp_path / "run", lambda: "0" * 16
+            )
+            assert prepared.spec.files is not None
+            prepared.spec.files.directory.close()
+            events = [Warned(text=note) for note in prepared.resume.notes]
+        said.append([e.text for e in events if isinstance(e, Warned) and "inner optimizer" in e.text])
+    assert [len(texts) for texts in said] == [0, int(warns), 0]
+    if warns:
+        assert said[1][0].startswith("the workers' inner optimizer (AdamW) begins without the state it had")
 
 
 async def test_a_worker_that_drains_submits_what_it_has() -> None:

@@ -14,7 +14,7 @@ from tests.support import jobs
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
-from w5xde_async.compute.inner import INNER_OPTIMIZERS, Schedule, build_inner, describe_inner, set_scheduled
+from w5xde_async.compute.inner import INNER_OPTIMIZERS, Schedule, build_inner, describe_inner, has_memory, set_scheduled
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run.resume import KeptState, _restore
 from w5xde_async.coordinator.run.startup import prepare
@@ -296,3 +296,13 @@ def test_rows_that_do_not_fit(row: list[Any]) -> None:
     with pytest.raises(MalformedFrame):
         set_scheduled(optimizer, ["lr"], row)
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_all_but_sgd_without_momentum_have_a_memory() -> None:
+    weights = [torch.zeros(2, requires_grad=True)]
+    assert not has_memory(O.SGD(weights, lr=0.1))
+    assert has_memory(O.SGD(weights, lr=0.1), ("lr", "momentum"))
+    groups = [{"params": weights}, {"params": [torch.zeros(1, requires_grad=True)], "momentum": 0.9}]
+    assert has_memory(O.SGD(groups, lr=0.1))
+    for name, (kind, _) in INNER_OPTIMIZERS.items():
+        assert has_memory(kind(weights, lr=0.1)) is (name != "SGD")

@@ -98,6 +98,15 @@ def _described(optimizer: str, name: str, value: Any) -> Any:
     return plain
 
 
+def has_memory(optimizer: torch.optim.Optimizer, scheduled: Sequence[str] = ("lr",)) -> bool:
+    """Whether its steps depend on those before: all do but SGD without momentum."""
+    return (
+        type(optimizer) is not torch.optim.SGD
+        or "momentum" in scheduled
+        or any(group["momentum"] for group in optimizer.param_groups)
+    )
+
+
 class Schedule:
     """What a job's scheduler sets at each step, by step number. It runs ahead as far as it was asked for.
 

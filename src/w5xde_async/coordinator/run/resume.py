@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from w5xde_async.compute.engine import device_name
+from w5xde_async.compute.inner import has_memory
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.best import take_up_best
 from w5xde_async.coordinator.durability.journal_writer import apply_entry
@@ -79,6 +80,8 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
         if num_skipped:
             notes.append(f"the run goes on from the checkpoint of step {record.step}, the newest whole one")
         notes.extend(f"{path} belongs to another course of the run" for path in store.abandon_after(record.step))
+        if 0 < point.step < spec.total_steps:
+            notes.extend(_forgotten(strategy))
     journalled = config.durability == "journal"
     told, first = last_step(directory.metrics_path), point.step
     point = replace(point, finished=is_finished(directory.metrics_path, first))
@@ -312,6 +315,17 @@ def _restore(
         # From the beginning to here, which may take seconds; the last step's successor may have no rate.
         strategy.schedule.rows(max(0, min(step, spec.total_steps - 1)), 1)
     return ResumePoint(step=step, samples=samples, saved_step=record.step)
+
+
+def _forgotten(strategy: Strategy) -> list[str]:
+    """What a checkpoint does not hold: the state of optimizers that workers run, each its own."""
+    schedule, optimizer = strategy.schedule, strategy.rule.optimizer
+    if schedule is None or not has_memory(optimizer, schedule.scheduled):
+        return []
+    return [
+        f"the workers' inner optimizer ({type(optimizer).__name__}) begins without the state it had: under "
+        f"--update {strategy.update.rule} it lies in the workers and in no checkpoint (docs/resume.md)"
+    ]
 
 
 def _updated_on(strategy: Strategy) -> str:
