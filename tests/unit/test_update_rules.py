@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import jobs
 from torch import Tensor
 
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.errors import UsageError
+from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.store.state import pack_state, unpack_state
 from w5xde_async.updates.admission import Admission, staleness_weight
 from w5xde_async.updates.asynchronous import AsynchronousConfig, AsynchronousRule, delay_warning
@@ -181,6 +185,23 @@ def test_momentum_over_a_half_is_warned_of() -> None:
     assert delay_warning([{"momentum": 0.5}, {"lr": 1.0}]) is None
     assert "0.9" in str(delay_warning([{"momentum": 0.0}, {"momentum": 0.9}]))
     assert delay_warning([]) is None
+    weights = [torch.zeros(1, requires_grad=True)]
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax):
+        assert "first beta, 0.9, averages" in str(delay_warning(kind(weights, lr=0.1).param_groups))
+        assert delay_warning(kind(weights, lr=0.1, betas=(0.5, 0.999)).param_groups) is None
+    for quiet in (torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adafactor):
+        assert delay_warning(quiet(weights, lr=0.1).param_groups) is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "max_workers", "ahead", "warns"),
+    [("async", 2, 1, True), ("async", 1, 2, True), ("async", 1, 1, False), ("sync", 2, 2, False)],
+)
+def test_momentum_is_warned_of_where_results_may_be_late(rule: str, max_workers: int, ahead: int, warns: bool) -> None:
+    pacing = PacingConfig(leases_ahead=ahead)
+    config = CoordinatorConfig(update=UpdateConfig(rule=rule), max_workers=max_workers, pacing=pacing)
+    notes = prepare(jobs.mlp_adamw(), config, None, lambda: "0" * 16).resume.notes
+    assert any("first beta" in note for note in notes) is warns
 
 
 @pytest.mark.parametrize(("average", "fewest"), [("radial", 2), ("median", 3)])

@@ -110,7 +110,15 @@ class AsynchronousRule:
 
 def delay_warning(param_groups: Iterable[Mapping[str, Any]]) -> str | None:
     """What to tell the user where an optimizer's ``param_groups`` hold more momentum than delay allows, else None."""
-    most = max((float(group.get("momentum", 0.0)) for group in param_groups), default=0.0)
-    if most <= MAX_MOMENTUM:
-        return None
-    return f"momentum {most:g} with delayed gradients is likely to diverge; use {MAX_MOMENTUM:g} or less"
+    groups = list(param_groups)
+    most = max((float(group.get("momentum", 0.0)) for group in groups), default=0.0)
+    if most > MAX_MOMENTUM:
+        return f"momentum {most:g} with delayed gradients is likely to diverge; use {MAX_MOMENTUM:g} or less"
+    # Adam's average makes steps no longer, but those that come late are of gradients that are older still.
+    first = max((float(group["betas"][0]) for group in groups if group.get("betas")), default=0.0)
+    if first > MAX_MOMENTUM:
+        return (
+            f"the optimizer's first beta, {first:g}, averages gradients that are late already: training may swing or "
+            f"diverge; with many workers use betas=({MAX_MOMENTUM:g}, ...) or less"
+        )
+    return None

@@ -138,10 +138,15 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step
         spec = replace(spec, growing=growing)
     warnings = [
         begun,
-        delay_warning(optimizer.param_groups) if config.update.rule == "async" else None,
+        delay_warning(optimizer.param_groups) if config.update.rule == "async" and _has_delay(config) else None,
         config.unlike_results(config.update),
     ]
     return Prepared(spec, strategy, ResumePoint(notes=tuple(filter(None, warnings))))
+
+
+def _has_delay(config: CoordinatorConfig) -> bool:
+    """Whether a result may be older than the newest parameters: not that of a worker alone, with one lease at once."""
+    return config.max_workers > 1 or config.pacing.leases_ahead > 1
 
 
 def _segment(layout: Layout) -> Segment | None:
