@@ -62,8 +62,14 @@ class UpdateConfig(Config):
         None, "its Nesterov momentum", _BELOW_1, "updates", shown="0.5; 0.9 from 100 inner steps on"
     )
     fragments: int = setting(4, "streaming: parts of the model that take turns", whole(1), "updates")
-    overlap: int = setting(1, "streaming: own steps until a part that was sent is mixed in", whole(0), "updates")
-    mixing: float = setting(0.5, "streaming: part that is kept of the worker's own values then", _BELOW_1, "updates")
+    overlap: int = setting(
+        1, "streaming: own steps until a part that was sent is mixed in; never fewer than --leases-ahead and one more",
+        whole(0), "updates",
+    )  # fmt: skip
+    mixing: float = setting(
+        0.5, "streaming: part that is kept of the worker's own values then; the rest of its steps since the sending is "
+        "dropped", _BELOW_1, "updates",
+    )  # fmt: skip
     results_per_step: int = setting(
         0, "async: results that make a step; async-local: results that make a step of momentum", whole(1), "updates",
         shown="1; async-local the workers that are there",
