@@ -193,6 +193,18 @@ def test_two_local_workers_and_again_when_it_is_complete(
     assert "--resume never" in again.last("run_finished")["reason"]
 
 
+def test_options_of_another_rule_are_named_at_the_start(
+    start: Callable[..., Program], jobs: str, tmp_path: Path
+) -> None:
+    given = "--workers 1 --quorum 0.3 --batch-patience 5".split()
+    program = start(*coordinate(f"{jobs}:job", tmp_path / "run", *given))
+    assert program.finish() == ExitCode.OK
+    said = [event["text"] for event in program.events if event.get("event") == "warned"]
+    assert said.count(
+        "--update sync has no use for --quorum (local, streaming); --batch-patience does nothing without --target-batch"
+    ) == 1  # fmt: skip
+
+
 def test_ctrl_c_then_the_same_command_goes_on(start: Callable[..., Program], tmp_path: Path) -> None:
     command = coordinate(DIGITS, tmp_path / "digits", "--workers", "2", "--log", "verbose", "--epochs", "100")
     first = start(*command)

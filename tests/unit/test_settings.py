@@ -344,3 +344,37 @@ def test_a_token_file_without_a_token_is_refused(tmp_path: Path, text: str) -> N
 def test_a_token_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         find_token(tmp_path / "none", given_as_argument=True, environment={})
+
+
+def told_useless(*arguments: str) -> str:
+    return coordinator("train.py:job", *arguments).without_effect()
+
+
+def test_what_the_rule_has_no_use_for_is_named() -> None:
+    said = told_useless(*"--update sync --quorum 0.3 --outer-lr 3 --inner-steps 9 --fragments 2 --mixing 0.1".split())
+    assert said == (
+        "--update sync has no use for --inner-steps, --outer-lr (local, streaming, async-local); "
+        "--fragments, --mixing (streaming); --quorum (local, streaming)"
+    )
+    said = told_useless(*"--update local --fragments 9 --overlap 3 --results-per-step 3 --inner-steps 9".split())
+    assert said == (
+        "--update local has no use for --fragments, --overlap (streaming); --results-per-step (async, async-local)"
+    )
+    assert told_useless(*"--update local --average median --results-per-step 3".split()) == ""
+    assert told_useless("--batch-patience", "5") == "--batch-patience does nothing without --target-batch"
+    assert told_useless("--batch-patience", "5", "--target-batch", "64") == ""
+    assert told_useless("--max-staleness", "2", "--batch-patience", "5").count(";") == 1
+    assert told_useless("--codec", "int8") == told_useless() == ""
+
+
+def test_auto_may_use_everything() -> None:
+    assert told_useless("--update", "auto", "--fragments", "9", "--quorum", "0.3") == ""
+
+
+def test_what_variables_and_files_say_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("W5XDE_OVERLAP", "7")
+    Path("it.toml").write_text("[coordinator]\nmixing = 0.25\nfragments = 4\n")  # four are the default
+    assert told_useless("--config", "it.toml") == "--update sync has no use for --overlap, --mixing (streaming)"
+    monkeypatch.delenv("W5XDE_OVERLAP")
+    Path("all.toml").write_text(answer(CoordinatorSettings, "train.py:job", "--print-config"))
+    assert told_useless("--config", "all.toml") == ""

@@ -131,6 +131,8 @@ def _prepare(
             stack.enter_context(signals(stop, abandon=abandon))
             stack.enter_context(memory_reports(settings.profile_memory, "coordinator"))
             await coordinator.start()
+            if useless := settings.without_effect():
+                bus.publish(Warned(text=useless))
             stack.push_async_callback(coordinator.aclose)
             reloading = Reloading(coordinator)
             stack.push_async_callback(reloading.aclose)

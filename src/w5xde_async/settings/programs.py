@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from w5xde_async.net.endpoint import parse_address
 from w5xde_async.net.join import Invitation, read_secret_file
 from w5xde_async.settings.flags import Program, declared, read
 from w5xde_async.telemetry.progress import ProgressConfig
-from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.updates.config import USED_BY, UpdateConfig
 from w5xde_async.worker.config import WorkerConfig
 
 _PRECEDENCE = """\
@@ -104,6 +104,25 @@ class CoordinatorSettings(Program):
         if self.values["update"] == "auto":
             more |= {"auto": True, "update": self.make(UpdateConfig, rule="sync")}
         return self.make(CoordinatorConfig, token=token, **more)
+
+    def without_effect(self) -> str:
+        """One line on what was given and the update rule does not use; "" where there is nothing to say.
+
+        A default that was given says nothing: a file of ``--print-config`` has those of every rule.
+        """
+        known, rule = declared(type(self)), self.values["update"]
+        if rule == "auto":  # which may choose a rule that uses it
+            return ""
+        given = {name for name in self.told if self.values[name] != known[name].default}
+        update, found = self.make(UpdateConfig), dict[tuple[str, ...], list[str]]()
+        for one in fields(update):
+            if one.name in given and not update.uses(one.name):
+                found.setdefault(USED_BY[one.name], []).append(known[one.name].option)
+        said = [f"{', '.join(options)} ({', '.join(rules)})" for rules, options in found.items()]
+        lines = [f"--update {rule} has no use for " + "; ".join(said)] if said else []
+        if "batch_patience" in given and self.values["target_batch"] is None:
+            lines.append("--batch-patience does nothing without --target-batch")
+        return "; ".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)

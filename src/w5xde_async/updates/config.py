@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,16 @@ _SHORT_ROUND = 100  # inner steps
 #: The averages, and of how many results each makes something else than the mean.
 _FEWEST = {"mean": 1, "radial": 2, "median": 3}
 AVERAGES = tuple(_FEWEST)
+#: The rules that use each field of ``UpdateConfig``; the others read none of it.
+USED_BY: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("rule", "codec", "downlink", "feedback"), RULES),
+    **dict.fromkeys(("inner_steps", "outer_lr", "outer_momentum"), LOCAL_RULES),
+    **dict.fromkeys(("fragments", "overlap", "mixing"), ("streaming",)),
+    "results_per_step": ("async", "async-local"),
+    **dict.fromkeys(("max_staleness", "staleness_exponent"), ("async", *LOCAL_RULES)),
+    "average": ("async", "local"),
+    "quorum": ("local", "streaming"),
+}
 _CODEC = Kind(f"one of {', '.join(NAMES)}, with FRACTION at most 0.5", "CODEC", str, is_codec)
 _BELOW_1 = number("from 0 to less than 1", lambda x: 0 <= x < 1)
 
@@ -133,6 +144,12 @@ class UpdateConfig(Config):
     def local(self) -> bool:
         """Workers run the optimizer."""
         return self.rule in LOCAL_RULES
+
+    def uses(self, name: str) -> bool:
+        """Whether the rule does something with a field."""
+        if name == "results_per_step" and self.average == "median":
+            return True  # room for so many results
+        return self.rule in USED_BY[name]
 
     @property
     def plain(self) -> bool:
