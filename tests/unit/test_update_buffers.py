@@ -234,3 +234,33 @@ def test_buffers_of_an_open_version_go_on_over_a_stop(name: str) -> None:
     assert torch.allclose(found[0], found[2])
     if name == "async":
         assert torch.allclose(found[0], torch.tensor([1.9, 0.0, -0.9]))
+
+
+def test_a_buffer_that_nobody_changes_is_kept_once_however_many_versions_are() -> None:
+    """Tables of positions and masks may be as large as the model."""
+    bench = Bench()
+    rule = make_rule(UpdateConfig(rule="async"), bench.sync, bench.state, min_workers=1, gate=None)
+    still = [
+        bucket.index for bucket in rule._buffers._state.buckets if rule._buffers._state.roles[bucket.index] == "mean"
+    ]
+
+    def commit(step: int, *, with_buffers: bool) -> None:
+        present = [with_buffers or index not in still for index in range(len(bench.present))]
+        given = Contribution(
+            steps=(step,), counted=1, samples=1, version=step, fragment=0,
+            vector=bench.vector(running_mean=torch.ones(3)), present=present, untouched=frozenset(),
+        )  # fmt: skip
+        assert rule.offer(given).accepted
+        rule.commit(0)
+
+    for step in range(4):
+        commit(step, with_buffers=False)
+    before = list(rule._buffers._before)
+    assert len({id(one[index]) for one in before for index in still}) == len(still)
+    commit(4, with_buffers=True)
+    commit(5, with_buffers=False)
+    first, after = rule._buffers._before[-2], rule._buffers._before[-1]
+    assert not any(torch.equal(first[index], after[index]) for index in still)
+    assert all(
+        torch.equal(after[b.index], bench.state.bucket(b)) for b in rule._buffers._state.buckets if b.index in still
+    )

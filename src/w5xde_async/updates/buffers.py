@@ -7,7 +7,7 @@ written as they came, to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -68,9 +68,10 @@ class BufferState:
         mine = self._state.bucket(bucket).float()
         return (value != mine) & ~(value.isnan() & mine.isnan())
 
-    def means(self) -> dict[int, Tensor]:
-        """Copies of the floating buckets."""
-        return {b.index: self._state.bucket(b).clone() for b in self.buckets if self.roles[b.index] == "mean"}
+    def means(self, known: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Copies of the floating buckets, but for those that are ``known``."""
+        floating = [bucket for bucket in self.buckets if self.roles[bucket.index] == "mean"]
+        return {b.index: known[b.index] if b.index in known else self._state.bucket(b).clone() for b in floating}
 
     def changed(
         self, bucket: Bucket, result: Tensor, samples: int, begun: Tensor | None = None

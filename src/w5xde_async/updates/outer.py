@@ -112,6 +112,7 @@ class _Buffers:
         self._samples: dict[int, int] = {}
         self._moved: dict[int, Tensor] = {}  # of means: where a contribution has another value than it began with
         self._before: deque[dict[int, Tensor]] = deque(maxlen=versions)  # floating buckets as of earlier versions
+        self._changed: frozenset[int] = frozenset()  # buckets, by the last commit
 
     def refusal(self, given: Contribution) -> str:
         """Why the contribution's buffers do not count; "" where they do."""
@@ -151,7 +152,9 @@ class _Buffers:
     def apply(self, part: float = 1.0) -> list[int]:
         """Put them into the state; the buckets that changed. ``part``: of the way to the means."""
         if self._before.maxlen:
-            self._before.append(self._state.means())
+            # Most floating buffers of some models never change, and may be large: masks, tables of positions.
+            last = self._before[-1] if self._before else {}
+            self._before.append(self._state.means({i: last[i] for i in last if i not in self._changed}))
         for bucket in self._state.buckets:
             value = self._values.get(bucket.index)
             if value is None:
@@ -162,6 +165,7 @@ class _Buffers:
             else:
                 self._state.approach(bucket, value, moved, part * (self._weights[bucket.index] / samples))
         changed = list(self._values)
+        self._changed = frozenset(changed)
         self._values, self._weights, self._samples, self._moved = {}, {}, {}, {}
         return changed
 
