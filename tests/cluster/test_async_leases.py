@@ -137,7 +137,7 @@ async def test_a_step_that_is_never_finite_is_left_out_by_name() -> None:
         assert [(event.samples, math.isnan(event.loss)) for event in skipped] == [(LEAVES, True)]
         assert run.rounds.progress == run.committed()[-1].step == 3
         assert len(run.rounds.rule.done) == 3
-        assert run.rounds.phase.samples_applied == run.rounds.rule.samples == 2 * LEAVES
+        assert run.rounds.phase.samples_applied == run.rounds.rule.samples == 3 * LEAVES  # used up
         (text,) = run.warned()
         indices = run.prepared.spec.sampler.plan(0).leaf_indices(0).tolist()
         assert text.startswith("step 0 is left out: not finite")

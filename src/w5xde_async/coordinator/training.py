@@ -199,7 +199,7 @@ class Phase:
             contributions=history.contributions, numerics=context.numerics, on_quarantine=context.hooks.on_quarantine,
         )  # fmt: skip
         self.verdicts = Verdicts(self.roster.tell, lasting=self.roster.keeps_residuals, version=version)
-        self.samples_applied = history.samples  #: in the parameters, those of earlier phases included
+        self.samples_applied = history.samples  #: of the steps that are done, those of earlier phases included
         self.last_loss = history.loss  #: of the last commit
         self.leaves = self.leaves_wasted = 0  #: computed and used, and not used
         self.refused: Counter[VerdictCode] = Counter()  #: leases whose work was not used, by verdict
@@ -278,7 +278,8 @@ class Phase:
         self.warn(f"{what}: {cause[:300]}; trying again")
 
     def used(self, *, leaves: int = 0, samples: int = 0) -> None:
-        """What workers have computed counts, and is in the parameters or will be."""
+        """What workers have computed counts: it is in the parameters or will be, or its step is done without it, as it
+        is not finite."""
         self.leaves += leaves
         self.samples_applied += samples
 

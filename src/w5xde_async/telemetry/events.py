@@ -146,8 +146,9 @@ class StepCommitted(Event):
     """One step is applied. ``step`` counts commits from 1; ``seconds`` is the time since the commit before.
 
     ``phases_s`` holds seconds by name: wait (for results), reduce, apply, publish, journal (waiting for the disk and
-    copying). Bytes are this step's. ``staleness`` is how old its results were on average, in versions; None under
-    ``sync``, and where no result was judged since the commit before.
+    copying). Bytes are this step's. ``samples`` and ``leaves`` are those of every step in it; ``skipped`` of its steps
+    had no update, and use up their samples all the same. ``staleness`` is how old its results were on average, in
+    versions; None under ``sync``, and where no result was judged since the commit before.
     """
 
     step: int
@@ -159,7 +160,7 @@ class StepCommitted(Event):
     learning_rate: float
     gradient_norm: float | None
     loss_scale: float
-    skipped: bool
+    skipped: int
     seconds: float
     num_workers: int
     bytes_sent: int
@@ -307,7 +308,7 @@ class RunFinished(Event):
 
     ``step`` and ``samples`` are the whole run's; everything else this session's. ``leaves_in_vain`` were computed and
     not used: their leases had ended (stale) or another worker had been faster (duplicate). ``steps_skipped`` had no
-    update: their gradient was not finite. ``short_steps`` were computed by the coordinator: too short to be sent.
+    update, as ``skipped`` in ``StepCommitted``. ``short_steps`` were computed by the coordinator: too short to be sent.
     ``bad_samples`` of the dataset cannot be read and were left out, in the whole run. ``trained_s``: of ``seconds``,
     from the first leases to the last commit. ``downlink_...`` and ``residuals_lost`` are as in ``RunReported``.
     """

@@ -158,10 +158,8 @@ class Metrics(Collector):
     def _of_steps(self) -> Iterator[Metric]:
         counts = self._counts
         yield _counter("steps", "Steps committed by this coordinator.", counts["steps"])
-        yield _counter(
-            "steps_skipped", "Steps without an update: their gradient was not finite.", counts["steps_skipped"]
-        )
-        yield _counter("samples", "Samples applied by this coordinator.", counts["samples"])
+        yield _counter("steps_skipped", "Steps of them without an update: it was not finite.", counts["steps_skipped"])
+        yield _counter("samples", "Samples of the steps committed by this coordinator.", counts["samples"])
         cumulated = accumulate(self._step_counts)
         buckets = list(zip((*map(str, _STEP_S), "+Inf"), cumulated, strict=True))
         duration = "Time from commit to commit."

@@ -242,8 +242,9 @@ class OuterRule(ABC):
         self.version += 1
         return applied
 
-    def skip(self, steps: Sequence[int]) -> None:
-        """No result of these steps counts, whoever computes it: they are done without."""
+    def skip(self, steps: Sequence[int], samples: int) -> None:
+        """No result of these steps counts, whoever computes it: they are done without, and their samples used up."""
+        self.samples += samples
         for step in steps:
             self.done.add(step)
 

@@ -252,7 +252,8 @@ class OuterTraining:
             self._contributors.add(given.worker)
             self.ledger.places.delivered(given.worker)
         else:
-            self.phase.refuse(code, leaves)
+            # What gave a step up was its last try: its samples are used up, as those of a skipped step are.
+            self.phase.refuse(code, leaves - sum(self.scheduler.plan(step).num_leaves for step in given_up))
             if outcome is not None and outcome.unusual:
                 self._warn_of_unusual(given, reason)
             if self._on_demand and session is not None:
@@ -284,8 +285,11 @@ class OuterTraining:
         return most if not math.isfinite(outcome.norm) else max(most, NormGateConfig().reopen_after + 1)
 
     async def _give_up(self, steps: Sequence[int], outcome: Outcome) -> None:
-        """No result of these steps can count: the run goes on without them."""
-        await self.aggregator.submit(partial(self.rule.skip, steps))
+        """No result of these steps can count: the run goes on without them, and they use up their samples."""
+        plans = [self.scheduler.plan(step) for step in steps]
+        used_up = sum(plan.num_samples for plan in plans)
+        await self.aggregator.submit(partial(self.rule.skip, steps, used_up))
+        self.phase.used(leaves=sum(plan.num_leaves for plan in plans), samples=used_up)
         for step in steps:
             plan = self.scheduler.whole_plan(step)
             self.scheduler.computed(step)
@@ -294,7 +298,6 @@ class OuterTraining:
             self.phase.warn(f"step {step} is left out: {outcome.reason}, whoever computed it; its samples are {shown}")
         if not math.isfinite(outcome.norm):
             self.phase.note_gradient(self.progress, finite=False)
-            self.roster.contributions.skip(len(steps))
         rate = float(self.rule.optimizer.param_groups[0]["lr"])
         self._note(Applied(skipped=True, gradient_norm=outcome.norm, learning_rate=rate, changed=()), 0.0, steps)
         self._follow()
@@ -337,8 +340,6 @@ class OuterTraining:
             if not self._local:  # else the steps themselves are counted
                 self.phase.note_gradient(self.progress, finite=not skipped)
             steps, self._accepted = self._accepted, []
-            if skipped:
-                self.roster.contributions.skip(len(steps))
             self._note(applied, waited, steps)
             self._follow()
         if self._on_demand:
@@ -354,6 +355,9 @@ class OuterTraining:
         seconds, self._last_commit = now - self._last_commit, now
         if summary is None:
             return
+        # Counted here and not as they are computed: a step that its worker takes with it is computed again.
+        skipped = len(steps) if applied is not None and applied.skipped else summary.skipped
+        self.roster.contributions.skip(skipped)
         self.phase.committed(summary.loss)
         decode_s, apply_s = self.aggregator.take_times()
         phases = {"wait": waited, "reduce": decode_s, "apply": apply_s}
@@ -363,7 +367,7 @@ class OuterTraining:
                 step=self.progress, epoch=max(0, self.progress - 1) // self._sampler.steps_per_epoch,
                 loss=summary.loss, metrics=summary.metrics, samples=summary.samples, leaves=summary.leaves,
                 learning_rate=self._learning_rate(applied, steps), loss_scale=1.0,
-                skipped=applied is not None and applied.skipped, seconds=seconds,
+                skipped=skipped, seconds=seconds,
                 gradient_norm=None if applied is None else applied.gradient_norm, num_workers=len(self.roster.sessions),
                 bytes_sent=sent, bytes_received=received, phases_s=phases,
                 staleness=sum(stalenesses) / len(stalenesses) if stalenesses else None,
@@ -509,7 +513,9 @@ class OuterTraining:
             self.roster.note_coding(session, member, done)
         if grant.step >= 0:
             self.phase.note_splits(session, done)
-            self._reports.keep(self.scheduler.plan(grant.step), done)
+            # Whose own optimizer skipped the step has no result of it.
+            skipped = self._local and (bool(done.absent) or not all(map(math.isfinite, done.losses)))
+            self._reports.keep(self.scheduler.plan(grant.step), done, skipped=skipped)
             # Under local rules a result is asked for by a lease of its own, with a deadline of its own.
             taken_s = None if self._local else now - self.ledger.began_at(grant)
             self.pacing.observe(worker, 1, done.compute_s, taken_s=taken_s)
@@ -517,12 +523,9 @@ class OuterTraining:
             self.phase.credit(worker, plan.num_leaves, plan.num_samples, done)
         if grant.step >= 0 and self._local:
             self.ledger.carry(done.lease, now)
-            # Whose optimizer skipped the step has no result of it.
-            finite = all(map(math.isfinite, done.losses))
-            if not finite:
+            if not all(map(math.isfinite, done.losses)):
                 self.phase.warn(f"{session.name} skipped step {grant.step}: its loss is not finite")
-            self._count_own_steps(worker, skipped=bool(done.absent) or not finite)
-            self.roster.contributions.skip(bool(done.absent) or not finite)
+            self._count_own_steps(worker, skipped=skipped)
             self.scheduler.computed(grant.step)
             rate = 1.0 if self._inner_schedule is None else self._inner_schedule.rate(grant.step)
             self.local_steps.carried(worker, self.scheduler.plan(grant.step).num_samples, rate)

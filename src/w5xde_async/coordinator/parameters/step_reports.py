@@ -25,22 +25,26 @@ def known_mean(values: Iterable[tuple[int, float]]) -> tuple[float, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """One step: ``loss`` is the mean over its samples; ``metrics`` are ``known_mean``s."""
+    """One step: ``loss`` is the mean over its samples; ``metrics`` are ``known_mean``s. ``skipped``: by its worker's
+    own optimizer."""
 
     samples: int
     leaves: int
     loss: float
     metrics: dict[str, tuple[float, int]]
+    skipped: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Steps that were committed together, weighted by samples; those whose loss is not finite only where all are so."""
+    """Steps that were committed together. Loss and metrics are weighted by samples; those of steps whose loss is not
+    finite are in them only where all are so. ``skipped``: steps of them that no worker's optimizer made."""
 
     samples: int
     leaves: int
     loss: float
     metrics: dict[str, float]
+    skipped: int
 
 
 class StepReports:
@@ -49,8 +53,8 @@ class StepReports:
     def __init__(self) -> None:
         self._reports: dict[int, _Report] = {}
 
-    def keep(self, plan: StepPlan, done: Done) -> None:
-        """A step's DONE, whose lengths have been checked."""
+    def keep(self, plan: StepPlan, done: Done, *, skipped: bool = False) -> None:
+        """A step's DONE, whose lengths have been checked. ``skipped``: by its worker's own optimizer."""
         samples = plan.leaf_sizes(0, plan.num_leaves)
         count = len(done.metric_names)
 
@@ -61,7 +65,7 @@ class StepReports:
             name: known_mean(zip(samples, done.metrics[index::count], strict=True))
             for index, name in enumerate(done.metric_names)
         }
-        self._reports[plan.step] = _Report(plan.num_samples, plan.num_leaves, mean(done.losses), metrics)
+        self._reports[plan.step] = _Report(plan.num_samples, plan.num_leaves, mean(done.losses), metrics, skipped)
 
     def forget(self, steps: Sequence[int]) -> None:
         """These steps are computed again."""
@@ -70,17 +74,19 @@ class StepReports:
 
     def take(self, steps: Sequence[int]) -> Summary | None:
         """Of steps that are committed; None where nothing is known of any."""
-        found = [self._reports.pop(step) for step in steps if step in self._reports]
-        # Whose loss is not finite was skipped by its worker's optimizer: of what was applied it says nothing.
-        found = [report for report in found if math.isfinite(report.loss)] or found
-        samples = sum(report.samples for report in found)
-        if not samples:
+        taken = [self._reports.pop(step) for step in steps if step in self._reports]
+        if not taken:
             return None
+        # Whose loss is not finite was skipped by its worker's optimizer: of what was applied it says nothing.
+        found = [report for report in taken if math.isfinite(report.loss)] or taken
         names = dict.fromkeys(name for report in found for name in report.metrics)
         metrics = {
             name: known_mean((report.metrics[name][1], report.metrics[name][0]) for report in found
                              if name in report.metrics)[0]
             for name in names
         }  # fmt: skip
-        loss = sum(report.samples * report.loss for report in found) / samples
-        return Summary(samples, sum(report.leaves for report in found), loss, metrics)
+        return Summary(
+            samples=sum(report.samples for report in taken), leaves=sum(report.leaves for report in taken),
+            loss=sum(report.samples * report.loss for report in found) / sum(report.samples for report in found),
+            metrics=metrics, skipped=sum(report.skipped for report in taken),
+        )  # fmt: skip

@@ -485,7 +485,7 @@ class SyncTraining:
                 learning_rate=applied.learning_rate,
                 gradient_norm=applied.gradient_norm,
                 loss_scale=self.rule.loss_scale,
-                skipped=applied.skipped,
+                skipped=int(applied.skipped),
                 seconds=seconds,
                 num_workers=len(self.roster.sessions),
                 bytes_sent=sent,
