@@ -140,7 +140,7 @@ async def test_a_step_that_is_never_finite_is_left_out_by_name() -> None:
         assert run.rounds.phase.samples_applied == run.rounds.rule.samples == 3 * LEAVES  # used up
         (text,) = run.warned()
         indices = run.prepared.spec.sampler.plan(0).leaf_indices(0).tolist()
-        assert text.startswith("step 0 is left out: not finite")
+        assert text.startswith("step 1 is left out: not finite")  # people count from one
         assert f"its samples are {indices[0]}" in text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.job import Job
-from w5xde_async.telemetry.events import Bus, Event, RunFinished
+from w5xde_async.plan.sampler import Sampler
+from w5xde_async.telemetry.events import Bus, Event, RunFinished, Warned
 from w5xde_async.telemetry.metrics import Metrics
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Worker
@@ -72,3 +74,10 @@ async def test_all_that_count_say_the_same_where_steps_are_not_finite(rule: str,
     names = (("w5xde_samples_total", None), ("w5xde_leaves_total", "applied"), ("w5xde_steps_skipped_total", None))
     assert tuple(scraped[name] for name in names) == counts
     assert (result.step, result.steps_skipped) == (EPOCHS * SAMPLES // BATCH, EPOCHS)
+    warned = [event.text for event in events if isinstance(event, Warned)]
+    found = [re.search(r"step (\d+) (?:was skipped|is left out)|skipped step (\d+):", text) for text in warned]
+    named = [int(one[1] or one[2]) for one in found if one is not None]
+    sampler = Sampler(num_samples=SAMPLES, batch_size=BATCH, leaf_samples=LEAF, seed=job().seed)
+    assert sorted(named) == [
+        step + 1 for step in range(EPOCHS * SAMPLES // BATCH) if BAD in sampler.plan(step).indices.tolist()
+    ]

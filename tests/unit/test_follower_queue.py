@@ -152,6 +152,23 @@ async def test_a_lease_that_the_head_does_not_come_to_is_not_kept_for_good(
         assert answers.voided == [1]
 
 
+async def test_people_are_told_of_steps_counted_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    async with following(exact=True) as (rank, follower, _):
+        compute = rank.compute
+
+        def noted(held: HeldLease, send: Send) -> Computed:
+            seen.append(follower.activity)
+            return compute(held, send)
+
+        monkeypatch.setattr(rank, "compute", noted)
+        follower.put([version(6), held(1, 6)])
+        rank.announce(Turn.LOAD, 6)
+        rank.announce(Turn.COMPUTE, 1)
+        await until(rank, 2)
+    assert seen == ["step 7, leaves 0 to 0"]
+
+
 async def test_requests_and_verdicts_are_done_in_the_heads_order() -> None:
     async with following(exact=False) as (rank, follower, _):
         follower.put([Verdict((7,), VerdictCode.APPLIED, ""), Verdict((8,), VerdictCode.APPLIED, ""), Submit(9, (0,))])

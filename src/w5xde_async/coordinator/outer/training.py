@@ -295,7 +295,9 @@ class OuterTraining:
             self.scheduler.computed(step)
             samples = [index for leaf in range(plan.num_leaves) for index in plan.leaf_indices(leaf).tolist()]
             shown = ", ".join(map(str, samples[:_MOST_SHOWN])) + (", ..." if len(samples) > _MOST_SHOWN else "")
-            self.phase.warn(f"step {step} is left out: {outcome.reason}, whoever computed it; its samples are {shown}")
+            self.phase.warn(
+                f"step {step + 1} is left out: {outcome.reason}, whoever computed it; its samples are {shown}"
+            )
         if not math.isfinite(outcome.norm):
             self.phase.note_gradient(self.progress, finite=False)
         rate = float(self.rule.optimizer.param_groups[0]["lr"])
@@ -524,7 +526,7 @@ class OuterTraining:
         if grant.step >= 0 and self._local:
             self.ledger.carry(done.lease, now)
             if not all(map(math.isfinite, done.losses)):
-                self.phase.warn(f"{session.name} skipped step {grant.step}: its loss is not finite")
+                self.phase.warn(f"{session.name} skipped step {grant.step + 1}: its loss is not finite")
             self._count_own_steps(worker, skipped=skipped)
             self.scheduler.computed(grant.step)
             rate = 1.0 if self._inner_schedule is None else self._inner_schedule.rate(grant.step)

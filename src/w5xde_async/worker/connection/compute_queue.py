@@ -206,7 +206,7 @@ class ComputeQueue:
         lease, answers = held.message, self._answers
         self.computing = lease.lease
         began = self._thread.clock()
-        self.activity = f"step {lease.step}, leaves {lease.start} to {lease.start + len(lease.samples) - 1}"
+        self.activity = f"step {lease.step + 1}, leaves {lease.start} to {lease.start + len(lease.samples) - 1}"
         try:
             computed = self._executor.compute(held, partial(self._soon, answers.result, lease.lease))
         except LeafError as error:

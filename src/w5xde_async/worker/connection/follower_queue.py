@@ -142,7 +142,7 @@ class FollowerQueue:
         if not self._executor.exact:  # they are computed in their order: the head was told that it need not
             self._void(lambda other: other.message.lease < lease.lease)
         self.computing = lease.lease
-        self.activity = f"step {lease.step}, leaves {lease.start} to {lease.start + len(lease.samples) - 1}"
+        self.activity = f"step {lease.step + 1}, leaves {lease.start} to {lease.start + len(lease.samples) - 1}"
         try:
             computed = self._executor.compute(held, partial(self._soon, self._answers.result, lease.lease))
         except LeafError as error:
