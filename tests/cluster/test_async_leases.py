@@ -144,6 +144,17 @@ async def test_a_step_that_is_never_finite_is_left_out_by_name() -> None:
         assert f"its samples are {indices[0]}" in text
 
 
+async def test_the_run_ends_with_the_last_loss_that_is_one() -> None:
+    async with rounds(steps=2, max_leaf_failures=1) as run:
+        one = await run.worker("one")
+        assert run.rounds.phase.last_loss is None
+        await answer(one, await newest(one, 1), loss=0.5)
+        await answer(one, await newest(one, 2), value=math.nan, loss=math.nan)
+        await asyncio.wait_for(run.running, 5)
+        assert [math.isnan(event.loss) for event in run.committed()] == [False, True]
+        assert run.rounds.phase.last_loss == 0.5
+
+
 async def test_so_many_in_a_row_end_the_run() -> None:
     async with rounds(steps=100, max_nonfinite_steps=3, max_leaf_failures=2) as run:
         one = await run.worker("one")

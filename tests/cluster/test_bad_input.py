@@ -913,6 +913,9 @@ async def test_a_step_with_a_gradient_that_is_not_finite_is_skipped() -> None:
         result = await finish(coordinator, lambda: job)
     assert result.digest == expected(STEPS - 1)  # as if that step had not been
     assert [event.skipped for event in events if isinstance(event, StepCommitted)] == [False] * (STEPS - 1) + [True]
+    losses = [event.loss for event in events if isinstance(event, StepCommitted)]
+    assert math.isnan(losses[-1])
+    assert result.loss == losses[-2]  # the last one that is a loss
     assert f"step {STEPS} was skipped" in texts(events)
 
 

@@ -14,10 +14,11 @@ from w5xde_async.telemetry.notebook import html_table
 class RunResult:
     """How a run ended. ``outcome``: finished or stopped (a failed run raises). ``digest``: of the final parameters.
 
+    ``loss``: of the last commit that has a finite one.
     ``shares``: what each worker did, in time and bytes; ``encode_s``, ``network_s``, ``raw_bytes``, ``encoded_bytes``
     (of results, before and after their codec) are its sums. ``downlink_raw_bytes`` and ``downlink_encoded_bytes``: of
     the versions that a codec wrote, each once. ``residuals_lost``: workers that vanished with what it had left out.
-    ``steps_skipped``: steps of this session without an update, as their gradient was not finite.
+    ``steps_skipped``: steps of this session without an update, as it was not finite.
     ``bad_samples``: of the dataset, in the whole run, that cannot be read and were left out.
     ``best``: what the job's ``keep_best`` has kept; its ``path``, ``step`` and ``value``.
     """

@@ -200,7 +200,7 @@ class Phase:
         )  # fmt: skip
         self.verdicts = Verdicts(self.roster.tell, lasting=self.roster.keeps_residuals, version=version)
         self.samples_applied = history.samples  #: of the steps that are done, those of earlier phases included
-        self.last_loss = history.loss  #: of the last commit
+        self.last_loss = history.loss  #: of the last commit that has a finite one, if any has
         self.leaves = self.leaves_wasted = 0  #: computed and used, and not used
         self.refused: Counter[VerdictCode] = Counter()  #: leases whose work was not used, by verdict
         self.begun = False  #: leases are given
@@ -290,7 +290,9 @@ class Phase:
 
     def committed(self, loss: float) -> None:
         """A commit was made of steps with this loss."""
-        self.last_loss = loss
+        # A step that was left out says nothing of the parameters, which are those of the steps before it.
+        if math.isfinite(loss) or self.last_loss is None or not math.isfinite(self.last_loss):
+            self.last_loss = loss
         self._committed_at = self._context.clock()
 
     @property

@@ -306,9 +306,10 @@ class Best:
 class RunFinished(Event):
     """``outcome`` is ``finished``, ``stopped`` or ``failed``; paths are empty where nothing was written.
 
-    ``step`` and ``samples`` are the whole run's; everything else this session's. ``leaves_in_vain`` were computed and
-    not used: their leases had ended (stale) or another worker had been faster (duplicate). ``steps_skipped`` had no
-    update, as ``skipped`` in ``StepCommitted``. ``short_steps`` were computed by the coordinator: too short to be sent.
+    ``step`` and ``samples`` are the whole run's; everything else this session's. ``loss``: of the last commit that has
+    a finite one. ``leaves_in_vain`` were computed and not used: their leases had ended (stale) or another worker had
+    been faster (duplicate). ``steps_skipped`` had no update, as ``skipped`` in ``StepCommitted``. ``short_steps`` were
+    computed by the coordinator: too short to be sent.
     ``bad_samples`` of the dataset cannot be read and were left out, in the whole run. ``trained_s``: of ``seconds``,
     from the first leases to the last commit. ``downlink_...`` and ``residuals_lost`` are as in ``RunReported``.
     """

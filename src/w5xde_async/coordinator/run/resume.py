@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -199,7 +200,9 @@ def _apply_all(
         differ += not done.same
         lines.append(done.line)
         spec.bad.restore(done.bad_samples)
-        samples, loss = done.samples_applied, number(done.line.get("loss"))
+        samples, of_step = done.samples_applied, number(done.line.get("loss"))
+        if loss is None or math.isfinite(of_step):  # as ``Phase.committed``
+            loss = of_step
     if replay.step > base:
         seconds = time.perf_counter() - began
         notes.append(f"{replay.step - base} steps after step {base} came from the journal, in {seconds:.1f} s")

@@ -105,7 +105,7 @@ class Strategy:
 class ResumePoint:
     """Where a run goes on: after ``step`` steps and ``samples`` samples.
 
-    ``loss`` is of the last step, where it is known. ``saved_step`` is that of the newest checkpoint that counts; -1:
+    ``loss`` is the last finite one, where it is known. ``saved_step`` is that of the newest checkpoint that counts; -1:
     none. ``replayed`` are the records of steps that came from the journal, for metrics.jsonl. ``notes`` are for people.
     ``best``: of the evaluations so far, where the job keeps it. ``finished``: there it was finished before, so what
     was evaluated there has decided what it decides.
