@@ -155,6 +155,64 @@ async def test_the_run_ends_with_the_last_loss_that_is_one() -> None:
         assert run.rounds.phase.last_loss == 0.5
 
 
+def credited(run: AsyncRun) -> dict[str, tuple[int, int]]:
+    """Leaves and samples of each worker, whether it is here or has left."""
+    roster = run.rounds.roster
+    found = {share.name: (share.leaves, share.samples) for share in roster.contributions.shares()}
+    for member in roster.membership.members.values():
+        leaves, samples = found.get(member.name, (0, 0))
+        found[member.name] = leaves + member.leaves, samples + member.samples
+    return found
+
+
+async def test_a_worker_has_what_counts_of_what_it_computed() -> None:
+    async with rounds(steps=3, update=UpdateConfig(rule="async", max_staleness=0)) as run:
+        one, two = await run.worker("one"), await run.worker("two")
+        stale = await newest(two, 1)
+        assert (await answer(one, await newest(one, 1))).code == VerdictCode.APPLIED
+        assert (await answer(two, stale)).code == VerdictCode.STALE
+        assert credited(run) == {"one": (LEAVES, LEAVES), "two": (0, 0)}
+        two.link.abort()  # what it was leased since is for the other
+        await settle()
+        for number in (2, 3):
+            assert (await answer(one, await newest(one, number))).code == VerdictCode.APPLIED
+        await asyncio.wait_for(run.running, 5)
+        await settle()
+        phase = run.rounds.phase
+        assert credited(run) == {"one": (3 * LEAVES, phase.samples_applied), "two": (0, 0)}
+        assert (phase.leaves, phase.leaves_wasted) == (3 * LEAVES, LEAVES)
+
+
+async def test_a_worker_whose_step_is_left_out_has_its_samples() -> None:
+    async with rounds(steps=1, max_leaf_failures=2) as run:
+        one, two = await run.worker("one"), await run.worker("two")
+        await answer(one, await newest(one, 1), value=math.nan)
+        assert credited(run) == {"one": (0, 0), "two": (0, 0)}
+        await answer(two, await newest(two, 1), value=math.nan)
+        await asyncio.wait_for(run.running, 5)
+        assert credited(run) == {"one": (0, 0), "two": (LEAVES, LEAVES)}
+        assert (run.rounds.phase.leaves, run.rounds.phase.leaves_wasted) == (LEAVES, LEAVES)
+
+
+async def test_a_worker_that_is_gone_before_its_result_is_judged_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rounds(steps=1) as run:
+        one = await run.worker("one")
+        judged, offer = asyncio.Event(), run.rounds.aggregator.offer
+
+        async def late(*given: Any) -> Any:
+            await judged.wait()
+            return await offer(*given)
+
+        monkeypatch.setattr(run.rounds.aggregator, "offer", late)
+        await one.compute(await newest(one, 1))
+        one.link.abort()
+        await settle()
+        assert credited(run) == {"one": (0, 0)}
+        judged.set()
+        await asyncio.wait_for(run.running, 5)
+        assert credited(run) == {"one": (LEAVES, LEAVES)}
+
+
 async def test_so_many_in_a_row_end_the_run() -> None:
     async with rounds(steps=100, max_nonfinite_steps=3, max_leaf_failures=2) as run:
         one = await run.worker("one")
@@ -327,5 +385,6 @@ async def test_a_refused_delta_is_known_to_be_leased_again() -> None:
                 await asyncio.sleep(0.001)
         (verdict,) = one.all(Verdict)
         assert (verdict.leases, verdict.code) == ((asked.lease,), VerdictCode.REJECTED)
+        assert credited(run) == {"one": (0, 0)}
         again = await one.lease(1)
         assert again.step == first.step

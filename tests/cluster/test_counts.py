@@ -74,6 +74,8 @@ async def test_all_that_count_say_the_same_where_steps_are_not_finite(rule: str,
     names = (("w5xde_samples_total", None), ("w5xde_leaves_total", "applied"), ("w5xde_steps_skipped_total", None))
     assert tuple(scraped[name] for name in names) == counts
     assert (result.step, result.steps_skipped) == (EPOCHS * SAMPLES // BATCH, EPOCHS)
+    assert sum(share.samples for share in ended.shares) == EPOCHS * SAMPLES
+    assert sum(share.leaves for share in ended.shares) == EPOCHS * SAMPLES // LEAF
     warned = [event.text for event in events if isinstance(event, Warned)]
     found = [re.search(r"step (\d+) (?:was skipped|is left out)|skipped step (\d+):", text) for text in warned]
     named = [int(one[1] or one[2]) for one in found if one is not None]

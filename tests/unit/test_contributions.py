@@ -35,6 +35,17 @@ def test_a_worker_that_is_started_again_under_its_name_is_one_row() -> None:
     assert rows(contributions) == [("anna", 1000), ("name 999", 1000)]
 
 
+def test_what_counts_of_a_worker_that_has_left_is_in_its_row() -> None:
+    contributions = Contributions()
+    leave(contributions, "id 1", "anna", 0.0, 1.0)
+    leave(contributions, "id 2", "anna", 2.0, 3.0)  # again
+    contributions.credit("id 2", 4, 8)
+    contributions.credit("never heard of", 2, 4)
+    assert [(share.name, share.leaves, share.samples) for share in contributions.shares()] == [
+        ("anna", 6, 8), ("others", 2, 4),
+    ]  # fmt: skip
+
+
 def test_two_of_one_name_at_once_are_two_rows() -> None:
     contributions = Contributions()
     leave(contributions, "id 1", "anna", 0.0, 2.0)

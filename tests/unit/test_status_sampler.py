@@ -159,7 +159,7 @@ async def test_the_speed_of_a_worker_is_that_of_its_leases_however_long(lease_s:
         member = run.training.roster.membership.members["able"]
         sampler, began = StatusSampler(run.training), run.now
         for second in range(1, 600):
-            member.leaves = 4 * int(min(second, 300) / lease_s)  # idle from then on
+            member.computed = 4 * int(min(second, 300) / lease_s)  # idle from then on
             sampler.tick(began + second)
         speeds = [event.leaves_per_s for event in found if isinstance(event, WorkerReported)]
         assert min(speeds[int(2 * lease_s) + 1 : 300]) > 0.75 * 4 / lease_s

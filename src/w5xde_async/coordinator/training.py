@@ -348,13 +348,20 @@ class Phase:
         self._ledger.returned(session.worker_id)
         self._ledger.places.joined(session.worker_id, session.place)
 
-    def credit(self, worker: str, leaves: int, samples: int, done: Done) -> None:
-        """A worker's figures tell of what it has done."""
+    def computed(self, worker: str, leaves: int, done: Done) -> None:
+        """A worker has computed something, whatever will become of it."""
+        if (member := self.roster.member(worker)) is not None:
+            member.computed += leaves
+            member.compute_s += done.compute_s
+            member.wait_s += done.wait_s
+
+    def credit(self, worker: str, leaves: int, samples: int) -> None:
+        """What a worker has computed counts; it may be gone by now."""
         if (member := self.roster.member(worker)) is not None:
             member.leaves += leaves
             member.samples += samples
-            member.compute_s += done.compute_s
-            member.wait_s += done.wait_s
+        else:
+            self.roster.contributions.credit(worker, leaves, samples)
 
     def leaving(self, worker: str) -> tuple[Member, Session] | None:
         """A worker that wants to leave and holds no lease any more."""

@@ -32,8 +32,9 @@ class Member:
     incarnation: int
     joined_at: float
     last_seen: float
-    leaves: int = 0
-    samples: int = 0
+    leaves: int = 0  # that count
+    samples: int = 0  # in these
+    computed: int = 0  # leaves, whatever became of them
     compute_s: float = 0.0
     wait_s: float = 0.0
     raw_bytes: int = 0  # of its results as float32, before any codec

@@ -86,7 +86,7 @@ class StatusSampler:
             if member is not None:
                 key = (worker, member.incarnation)
                 self._speeds[key] = speed = before.get(key) or _Speed(member.joined_at)
-                leaves_per_s = speed.look(now, member.leaves)
+                leaves_per_s = speed.look(now, member.computed)
                 bus.publish(self._worker(session, member, now, leaves_per_s, member.leaves / total))
         for session in roster.joining:
             bus.publish(self._joining(session, now))

@@ -245,7 +245,7 @@ class OuterTraining:
             self._reports.forget(given.steps)
         if counts:
             self._accepted.extend(given.steps)
-            self.phase.used(leaves=leaves, samples=counted)
+            self._use(given.worker, given.steps)
             for step in given.steps:
                 self.scheduler.computed(step)
         if accepted:
@@ -260,7 +260,7 @@ class OuterTraining:
                 self.publisher.catch_up(session)  # what it has is too old: nobody else would tell it
         self.verdicts.decided(given.lease, code, reason)
         if given_up and outcome is not None:
-            await self._give_up(given_up, outcome)
+            await self._give_up(given.worker, given_up, outcome)
         if self.rule.due:
             await self._commit(0)
         elif not accepted and self._local and not self._with_quorum:
@@ -284,12 +284,18 @@ class OuterTraining:
         most = self.context.checks.max_leaf_failures
         return most if not math.isfinite(outcome.norm) else max(most, NormGateConfig().reopen_after + 1)
 
-    async def _give_up(self, steps: Sequence[int], outcome: Outcome) -> None:
-        """No result of these steps can count: the run goes on without them, and they use up their samples."""
+    def _use(self, worker: str, steps: Sequence[int]) -> None:
+        """These steps are done, with what ``worker`` made of them: the run and that worker have their samples."""
         plans = [self.scheduler.plan(step) for step in steps]
-        used_up = sum(plan.num_samples for plan in plans)
+        leaves, samples = sum(plan.num_leaves for plan in plans), sum(plan.num_samples for plan in plans)
+        self.phase.used(leaves=leaves, samples=samples)
+        self.phase.credit(worker, leaves, samples)
+
+    async def _give_up(self, worker: str, steps: Sequence[int], outcome: Outcome) -> None:
+        """No result of these steps can count: the run goes on without them, and they use up their samples."""
+        used_up = sum(self.scheduler.plan(step).num_samples for step in steps)
         await self.aggregator.submit(partial(self.rule.skip, steps, used_up))
-        self.phase.used(leaves=sum(plan.num_leaves for plan in plans), samples=used_up)
+        self._use(worker, steps)
         for step in steps:
             plan = self.scheduler.whole_plan(step)
             self.scheduler.computed(step)
@@ -521,8 +527,7 @@ class OuterTraining:
             # Under local rules a result is asked for by a lease of its own, with a deadline of its own.
             taken_s = None if self._local else now - self.ledger.began_at(grant)
             self.pacing.observe(worker, 1, done.compute_s, taken_s=taken_s)
-            plan = self.scheduler.plan(grant.step)
-            self.phase.credit(worker, plan.num_leaves, plan.num_samples, done)
+            self.phase.computed(worker, self.scheduler.plan(grant.step).num_leaves, done)
         if grant.step >= 0 and self._local:
             self.ledger.carry(done.lease, now)
             if not all(map(math.isfinite, done.losses)):

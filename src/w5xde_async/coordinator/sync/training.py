@@ -707,7 +707,8 @@ class SyncTraining:
         step = self.aggregator.step
         assert step is not None
         samples = step.plan.samples_in(*grant.block)
-        self.phase.credit(session.worker_id, grant.block.num_leaves, samples, done)
+        self.phase.computed(session.worker_id, grant.block.num_leaves, done)
+        self.phase.credit(session.worker_id, grant.block.num_leaves, samples)
 
     def _consider(self, finished: FinishedBlock) -> None:
         """A block is about to count: whether it could as well be computed here."""

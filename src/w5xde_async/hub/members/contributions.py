@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from w5xde_async.hub.members.session import Session
 from w5xde_async.plan.membership import Member
@@ -20,6 +21,7 @@ class Contributions:
     def __init__(self) -> None:
         self._sent = self._received = 0
         self._shares: dict[str, WorkerShare] = {}
+        self._key_of: dict[str, str] = {}  # worker that has left -> its key in the shares
         self._left: dict[str, tuple[str, float]] = {}  # name, where no identity was proved -> its key, when it left
         self.short_steps = 0  #: computed by the coordinator: too short to be sent
         self._own_leaves = self._own_samples = 0  # what the coordinator has computed itself
@@ -48,8 +50,20 @@ class Contributions:
                 del self._left[next(iter(self._left))]
         if key not in self._shares and len(self._shares) >= _MAX_SHARES:
             key = ""
+        self._key_of.pop(member.worker_id, None)
+        self._key_of[member.worker_id] = key
+        if len(self._key_of) > _MAX_SHARES:
+            del self._key_of[next(iter(self._key_of))]
         share, known = _share(member, session, member.name if key else "others"), self._shares.get(key)
         self._shares[key] = share + known if known else share
+
+    def credit(self, worker_id: str, leaves: int, samples: int) -> None:
+        """A result counts whose worker has left before it was judged."""
+        key = self._key_of.get(worker_id, "")
+        known = self._shares.get(key) or WorkerShare(
+            name="others", device="", leaves=0, samples=0, compute_s=0.0, wait_s=0.0, bytes_sent=0, bytes_received=0
+        )
+        self._shares[key] = replace(known, leaves=known.leaves + leaves, samples=known.samples + samples)
 
     def add_own(self, leaves: int, samples: int, compute_s: float) -> None:
         """The coordinator has computed something itself that counts."""

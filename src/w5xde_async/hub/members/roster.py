@@ -512,14 +512,14 @@ class Roster:
             self._lost[session.worker_id] = self._clock() + returns_s
             if len(self._lost) > _MOST_LOST:
                 del self._lost[next(iter(self._lost))]
-        if not clean and self.keeps_residuals and member is not None and member.leaves:
+        if not clean and self.keeps_residuals and member is not None and member.computed:
             self.contributions.residuals_lost += 1
             self._warn(
                 f"{session.name} took with it what its codec had left out, unless it comes back "
                 f"({self.contributions.residuals_lost} so far)"
             )
         returned = self._scheduling.take_back(session)
-        if member is None or not member.leaves:
+        if member is None or not member.computed:
             self._note_vain(session)
         if member is not None:
             self.contributions.remember(session, member, self._clock())
