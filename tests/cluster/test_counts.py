@@ -79,6 +79,7 @@ async def test_all_that_count_say_the_same_where_steps_are_not_finite(rule: str,
     warned = [event.text for event in events if isinstance(event, Warned)]
     found = [re.search(r"step (\d+) (?:was skipped|is left out)|skipped step (\d+):", text) for text in warned]
     named = [int(one[1] or one[2]) for one in found if one is not None]
+    assert all(re.search(rf"samples (of .*)?are .*\b{BAD}\b", one.string) for one in found if one is not None)
     sampler = Sampler(num_samples=SAMPLES, batch_size=BATCH, leaf_samples=LEAF, seed=job().seed)
     assert sorted(named) == [
         step + 1 for step in range(EPOCHS * SAMPLES // BATCH) if BAD in sampler.plan(step).indices.tolist()

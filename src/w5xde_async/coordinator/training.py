@@ -11,10 +11,11 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -43,6 +44,7 @@ _MOST_NAMED = 1024  # workers
 _MOST_CAUSES = 64
 _TOLD_AGAIN_S = 60.0
 _SILENT_READ_S = 60.0
+_MOST_SHOWN = 32  # sample indices in a warning
 
 
 class NonFinite(W5xdeError):
@@ -384,6 +386,18 @@ class Phase:
         if not self.roster.sessions:
             self._context.bus.publish(Waiting(reason="no workers"))
         return True
+
+
+def named_samples(plan: StepPlan, losses: Sequence[float] = ()) -> str:
+    """The samples of a step that has no update, for the person who looks for the bad one among them.
+
+    ``losses``: one a leaf, where they are known. Where some are finite, the leaves of the others are at fault.
+    """
+    leaves = [leaf for leaf, loss in enumerate(losses) if not math.isfinite(loss)]
+    whole = len(leaves) in (0, plan.num_leaves)
+    indices = chain.from_iterable(plan.leaf_indices(leaf) for leaf in (range(plan.num_leaves) if whole else leaves))
+    shown = [*map(str, islice(indices, _MOST_SHOWN)), *("..." for _ in islice(indices, 1))]
+    return f"{'its samples' if whole else 'the samples of its leaves without a finite loss'} are {', '.join(shown)}"
 
 
 def lease_terms(context: RunContext, greeting: Greeting, present: Callable[[], Iterable[str]]) -> LeaseTerms:

@@ -28,6 +28,7 @@ from w5xde_async.coordinator.training import (
     Phase,
     RunContext,
     lease_terms,
+    named_samples,
     reason_of_network,
     reason_of_standing,
 )
@@ -49,8 +50,6 @@ from w5xde_async.updates.outer import OuterRule
 from w5xde_async.updates.sync import Applied
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, Unread, VerdictCode
-
-_MOST_SHOWN = 32  # sample indices in a warning
 
 
 class OuterTraining:
@@ -297,13 +296,9 @@ class OuterTraining:
         await self.aggregator.submit(partial(self.rule.skip, steps, used_up))
         self._use(worker, steps)
         for step in steps:
-            plan = self.scheduler.whole_plan(step)
+            samples = named_samples(self.scheduler.whole_plan(step))
             self.scheduler.computed(step)
-            samples = [index for leaf in range(plan.num_leaves) for index in plan.leaf_indices(leaf).tolist()]
-            shown = ", ".join(map(str, samples[:_MOST_SHOWN])) + (", ..." if len(samples) > _MOST_SHOWN else "")
-            self.phase.warn(
-                f"step {step + 1} is left out: {outcome.reason}, whoever computed it; its samples are {shown}"
-            )
+            self.phase.warn(f"step {step + 1} is left out: {outcome.reason}, whoever computed it; {samples}")
         if not math.isfinite(outcome.norm):
             self.phase.note_gradient(self.progress, finite=False)
         rate = float(self.rule.optimizer.param_groups[0]["lr"])
@@ -530,8 +525,10 @@ class OuterTraining:
             self.phase.computed(worker, self.scheduler.plan(grant.step).num_leaves, done)
         if grant.step >= 0 and self._local:
             self.ledger.carry(done.lease, now)
-            if not all(map(math.isfinite, done.losses)):
-                self.phase.warn(f"{session.name} skipped step {grant.step + 1}: its loss is not finite")
+            if skipped:
+                what = "gradient" if all(map(math.isfinite, done.losses)) else "loss"
+                samples = named_samples(self.scheduler.whole_plan(grant.step), done.losses)
+                self.phase.warn(f"{session.name} skipped step {grant.step + 1}: its {what} is not finite; {samples}")
             self._count_own_steps(worker, skipped=skipped)
             self.scheduler.computed(grant.step)
             rate = 1.0 if self._inner_schedule is None else self._inner_schedule.rate(grant.step)

@@ -29,7 +29,7 @@ from w5xde_async.coordinator.sync.recomputation import Recomputation
 from w5xde_async.coordinator.sync.results import Results
 from w5xde_async.coordinator.sync.verification import FinishedBlock, Machine, Numerics, Ruling, Verification
 from w5xde_async.coordinator.sync.waiting import reason_to_wait
-from w5xde_async.coordinator.training import WITHOUT_CODE, Commit, Phase, RunContext, lease_terms
+from w5xde_async.coordinator.training import WITHOUT_CODE, Commit, Phase, RunContext, lease_terms, named_samples
 from w5xde_async.data.epoch_prefetch import EpochPrefetch
 from w5xde_async.data.loader import BlockData
 from w5xde_async.hub.members.roster import Greeting
@@ -471,7 +471,8 @@ class SyncTraining:
             self.pacing.shares_short = self._in_place.shares
         self.roster.contributions.skip(applied.skipped)
         if applied.skipped and self.rule.scale is None:
-            self.phase.warn(f"step {self.version} was skipped: its gradient is not finite")
+            samples = named_samples(plan, step.losses)
+            self.phase.warn(f"step {self.version} was skipped: its gradient is not finite; {samples}")
         self.phase.note_gradient(self.version, finite=not applied.skipped)
         if self.context.bus.active or self.journal is not None:
             sent, received = self.roster.traffic_since()
