@@ -361,6 +361,23 @@ def test_a_step_that_changes_what_the_process_works_with_is_left_to_workers(what
     assert not rig.stands_in
 
 
+def test_precision_that_torchs_older_setting_has_no_word_for() -> None:
+    backend: Any = torch.backends.mkldnn
+    products = backend.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "bf16"
+    try:
+        with pytest.raises(RuntimeError):
+            torch.get_float32_matmul_precision()
+        rig = Rig()
+        rig.prove(session())
+        assert rig.here(0.5)
+        assert products.fp32_precision == "bf16"
+    finally:
+        products.fp32_precision = before
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_a_step_may_write_into_its_batch() -> None:
     step = Steps()
     rig = Rig(replace(jobs.mlp_sgd(), step=step, loss=None))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -68,6 +67,8 @@ _PRECISION = {
     "fp32_mkldnn_conv": _float32("mkldnn", "conv"),
     "fp32_mkldnn_rnn": _float32("mkldnn", "rnn"),
 }  # fmt: skip
+#: Those of them that matrix products go by, which are read at every step.
+_PRODUCTS = ("float32_matmul_precision", "fp32_cuda_matmul", "fp32_mkldnn_matmul")
 _HALF = "_reduced_precision_reduction"
 _SWITCHES = _PRECISION | {
     "mkldnn": _flag("_get_mkldnn_enabled", "_set_mkldnn_enabled", True),
@@ -104,6 +105,16 @@ def said_here() -> Said:
         for name, value in found.items()
         if value != _SWITCHES[name].usual or (name in _PRECISION and not precise)
     )
+
+
+def product_precision() -> Said:
+    """With what precision float32 matrices are multiplied here; for ``set_product_precision``."""
+    return tuple((name, value) for name in _PRODUCTS if (value := _value(name)) is not None)
+
+
+def set_product_precision(said: Said) -> None:
+    """What ``product_precision`` has said."""
+    _write(said)
 
 
 def contradiction(said: Sequence[tuple[str, Any]]) -> str:
@@ -159,9 +170,16 @@ def _read(names: Iterable[str]) -> dict[str, bool | str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
-            with suppress(RuntimeError):
-                found[name] = _SWITCHES[name].read()
+            if (value := _value(name)) is not None:
+                found[name] = value
     return found
+
+
+def _value(name: str) -> bool | str | None:
+    try:
+        return _SWITCHES[name].read()
+    except RuntimeError:
+        return None
 
 
 def _write(said: Said) -> None:

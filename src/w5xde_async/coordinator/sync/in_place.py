@@ -29,6 +29,7 @@ from torch import Tensor
 
 from w5xde_async.compute.block import ComputedBlock, Task
 from w5xde_async.compute.engine import Engine
+from w5xde_async.compute.program.switches import product_precision, set_product_precision
 from w5xde_async.data.loader import Batch, Loader
 from w5xde_async.errors import ExitCode
 from w5xde_async.hub.members.session import Session
@@ -81,7 +82,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled),
     "whether denormal numbers are flushed": (_flushes_denormals, torch.set_flush_denormal),
-    "the precision of matrix products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "the precision of matrix products": (product_precision, set_product_precision),
 }
 _READ = [read for read, _ in _SETTINGS.values()]
 
