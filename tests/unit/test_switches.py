@@ -13,7 +13,7 @@ from tests.support import programs
 
 from w5xde_async.compute.program import switches
 from w5xde_async.compute.program.form import parse
-from w5xde_async.compute.program.switches import Switched, contradiction, said_here
+from w5xde_async.compute.program.switches import _SWITCHES, Said, Switched, _read, _write, contradiction, said_here
 from w5xde_async.compute.program.tracing import probe_batches, trace
 from w5xde_async.errors import ProgramRefused, UsageError
 from w5xde_async.job import build_model
@@ -101,6 +101,7 @@ def test_what_is_told_is_found_and_another_process_has_it_so(
         ([("mkldnn", "off")], "mkldnn is not 'off'"),
         ([("deterministic", True)], "deterministic is not True"),
         ([("float32_matmul_precision", "none")], "float32_matmul_precision is not 'none'"),
+        ([("fp32_cuda_matmul", "bf16")], "fp32_cuda_matmul is not 'bf16'"),
         ([("mkldnn", True), ("mkldnn", False)], "twice"),
     ],
 )
@@ -125,6 +126,48 @@ def test_it_is_as_it_was_once_the_last_has_gone() -> None:
     second.take_back()
     other.say(())
     other.take_back()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        (("float32_matmul_precision", "high"),),
+        (("fp32_mkldnn_matmul", "bf16"), ("float32_matmul_precision", "high")),
+        (("fp32_cuda_conv", "ieee"), ("cudnn_allow_tf32", True), ("fp32_generic", "tf32")),
+    ],
+)
+def test_part_of_the_precision_in_any_order_is_taken_back_whole(said: Said) -> None:
+    before, switched = _read(_SWITCHES), Switched()
+    try:
+        switched.say(said)
+        switched.take_back()
+        assert _read(_SWITCHES) == before
+    finally:
+        _write(tuple(before.items()))
+
+
+@pytest.mark.parametrize("error", [AttributeError("no _set_cudnn_enabled"), RuntimeError("no such build")])
+def test_what_this_torch_cannot_be_told_is_refused_and_nothing_of_it_stays(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(_: object) -> None:
+        raise error
+
+    monkeypatch.setitem(_SWITCHES, "cudnn", _SWITCHES["cudnn"]._replace(write=write))
+    switched = Switched()
+    with pytest.raises(ProgramRefused, match="here cannot have cudnn False: no "):
+        switched.say((("mkldnn", False), ("cudnn", False)))
+    assert said_here() == ()
+    switched.say((("nnpack", False),))
+    switched.take_back()
+
+
+def test_a_setting_that_this_torch_has_not_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read() -> bool:
+        raise AttributeError("no _get_cudnn_enabled")
+
+    monkeypatch.setitem(_SWITCHES, "cudnn", _SWITCHES["cudnn"]._replace(read=read))
+    assert said_here() == ()
 
 
 def test_a_program_has_them(monkeypatch: pytest.MonkeyPatch) -> None:

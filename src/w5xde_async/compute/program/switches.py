@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from w5xde_async.errors import UsageError
+from w5xde_async.errors import ProgramRefused, UsageError
 
 Said = tuple[tuple[str, bool | str], ...]  #: names of switches and what they are set to
 _torch: Any = torch._C  # most public functions for these import more than a closed sandbox lets them
@@ -39,7 +40,7 @@ def _float32(backend: str, operation: str, usual: str = "none") -> _Switch:
     return _Switch(
         lambda: str(_torch._get_fp32_precision_getter(backend, operation)),
         lambda precision: _torch._set_fp32_precision_setter(backend, operation, precision),
-        usual, frozenset(("none", "ieee", "tf32", "bf16")),
+        usual, frozenset(("none", "ieee", "tf32") + ("bf16",) * (backend != "cuda")),
     )  # fmt: skip
 
 
@@ -134,10 +135,13 @@ class Switched:
     _lock = threading.Lock()
     _holders: ClassVar[set[Switched]] = set()
     _said: Said = ()
-    _before: Said = ()
+    _before: ClassVar[dict[str, bool | str]] = {}
 
     def say(self, said: Said) -> None:
-        """Have it so from now on. Raises UsageError where somebody else here computes with something else."""
+        """Have it so from now on. Raises ProgramRefused where this torch cannot.
+
+        Raises UsageError where somebody else here computes with something else.
+        """
         own = type(self)
         with own._lock:
             self._let_go()
@@ -146,8 +150,13 @@ class Switched:
                     "this process computes another program, for which torch is told otherwise; start a process for each"
                 )
             if not own._holders:
-                own._said, own._before = said, tuple(_read(name for name, _ in said).items())
-                _write(said)
+                before = _read(_concerned(said))
+                try:
+                    _write(said)
+                except ProgramRefused:
+                    _put_back(before)
+                    raise
+                own._said, own._before = said, before
             own._holders.add(self)
 
     def take_back(self) -> None:
@@ -160,12 +169,19 @@ class Switched:
         if self in own._holders:
             own._holders.remove(self)
             if not own._holders:
-                _write(own._before)
-                own._said = own._before = ()
+                _put_back(own._before)
+                own._said, own._before = (), {}
+
+
+def _concerned(said: Said) -> set[str]:
+    """What changes where this is said: each setting of precision may change the others."""
+    names = {name for name, _ in said}
+    return names if names.isdisjoint(_PRECISION) else names | _PRECISION.keys()
 
 
 def _read(names: Iterable[str]) -> dict[str, bool | str]:
-    """What can be read: torch knows no older setting where a newer one says something that there was no word for."""
+    """What can be read: torch knows no older setting where a newer one says something that there was no word for, and
+    another torch may know other ones."""
     found = dict[str, bool | str]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -178,12 +194,26 @@ def _read(names: Iterable[str]) -> dict[str, bool | str]:
 def _value(name: str) -> bool | str | None:
     try:
         return _SWITCHES[name].read()
-    except RuntimeError:
+    except (RuntimeError, AttributeError):
         return None
 
 
+def _put_back(before: dict[str, bool | str]) -> None:
+    for name in _SWITCHES:
+        if name in before:
+            with suppress(ProgramRefused):  # what cannot be told was not told before
+                _write(((name, before[name]),))
+
+
 def _write(said: Said) -> None:
+    """In the order in which torch keeps all of it. Raises ProgramRefused."""
+    told = dict(said)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what this build of torch cannot do anyway
-        for name, value in said:
-            _SWITCHES[name].write(value)
+        for name, switch in _SWITCHES.items():
+            if name in told:
+                try:
+                    switch.write(told[name])
+                except (RuntimeError, AttributeError) as error:
+                    reason = f"torch {torch.__version__} here cannot have {name} {told[name]}: {str(error)[:200]}"
+                    raise ProgramRefused(reason) from error
