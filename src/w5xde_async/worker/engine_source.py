@@ -80,8 +80,12 @@ class EngineSource:
         loop = asyncio.get_running_loop()
         return [loop.run_in_executor(self._pool, end) for end in ends]
 
-    async def engine_for(self, welcome: Welcome, theirs: Layout, receive: Receive, outbox: Outbox) -> Computing:
+    async def engine_for(
+        self, welcome: Welcome, theirs: Layout, receive: Receive, outbox: Outbox, *, threads: int
+    ) -> Computing:
         """Build the model (or keep it) and compare it with the coordinator's, whose layout is ``theirs``.
+
+        ``threads``: of the pool's thread, which a sandbox's process gets when it builds the model.
 
         Raises Refused (MODEL_MISMATCH, NO_PROGRAM), ProgramRefused, UsageError (the job's model cannot be built).
         Raises MalformedFrame where the layout has not the fingerprint that came with it.
@@ -91,7 +95,8 @@ class EngineSource:
         if self._job is None:
             await self._fetch(receive, outbox, theirs)
         spec = LeafSpec(welcome.seed, welcome.precision, welcome.microbatch_size, welcome.accumulate)
-        key = (spec, welcome.bucket_bytes, self._program_digest, self.sandboxed and is_plain(welcome))
+        built_by = (is_plain(welcome), threads) if self.sandboxed else ()
+        key = (spec, welcome.bucket_bytes, self._program_digest, built_by)
         loop = asyncio.get_running_loop()
         if self._engine is None or self._engine_key != key:
             before, self._engine = self._engine, None

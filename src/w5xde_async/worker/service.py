@@ -356,7 +356,7 @@ class Worker:
         threads = await asyncio.get_running_loop().run_in_executor(
             self._compute, _compute_with, self._threads_for(welcome)
         )  # fmt: skip
-        engine = await self._engines.engine_for(welcome, joined.layout, receive, outbox)
+        engine = await self._engines.engine_for(welcome, joined.layout, receive, outbox, threads=threads)
         memory = await self._share(engine, joined)
         for one in useless if engine is before_it else ():
             for vector in one.vectors:
