@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.leaf_size import (
@@ -134,6 +135,36 @@ class _Looks(nn.Linear):
 def test_a_model_that_looks_at_its_data_is_counted_by_running_it() -> None:
     given, blind = job(lambda: _Looks(8, 4), 8), job(lambda: nn.Linear(8, 4), 8)
     assert with_leaf_size(given, build_model(given))[1:] == with_leaf_size(blind, build_model(blind))[1:]
+
+
+def test_what_backward_would_need_is_not_kept() -> None:
+    living: list[int] = []
+
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        rows, labels = model[0](batch[0]), batch[1]  # type: ignore[operator]
+        storages = list[StorageWeakRef]()
+        for _ in range(8):
+            rows = (rows * rows).relu()
+            storages.append(StorageWeakRef(rows.untyped_storage()))
+        assert rows.sum().item() >= 0
+        living.append(sum(not one.expired() for one in storages))
+        return nn.functional.cross_entropy(model(rows), labels)
+
+    given = job(square(512, 8), 512, step=step, loss=None)
+    _, _, counted = with_leaf_size(given, build_model(given))
+    assert counted
+    assert living == [1]
+
+
+def test_a_step_that_looks_at_its_data_and_goes_back_within_itself_is_counted() -> None:
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        rows = batch[0].clone().requires_grad_()
+        loss = nn.functional.cross_entropy(model(rows), batch[1])
+        (slope,) = torch.autograd.grad(loss, rows, create_graph=True)
+        return loss + slope.square().sum() if loss.item() > 0 else loss
+
+    given = job(square(512, 8), 512, step=step, loss=None)
+    assert with_leaf_size(given, build_model(given)).step_flops
 
 
 def test_a_step_that_cannot_be_run_has_an_eighth() -> None:

@@ -12,12 +12,13 @@ The arithmetic is counted by the shapes of operators, on tensors without memory:
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import map_tensors
@@ -80,9 +81,19 @@ def _counted(job: Job, model: nn.Module) -> StepCount | None:
             copied = copy.deepcopy(model, _without_memory(model))
             return count_step(lambda: step_function(job)(copied, map_tensors(batch, _emptied)))
         if sum(parameter.numel() for parameter in model.parameters()) <= _TRIED_PARAMETERS:
-            seed_all(job.seed)
-            return count_step(lambda: step_function(job)(copy.deepcopy(model), batch))
+            for kept in (saved_tensors_hooks(_nothing, _gone), nullcontext()):  # a step may go back within itself
+                with suppress(Exception), kept:
+                    seed_all(job.seed)
+                    return count_step(lambda: step_function(job)(copy.deepcopy(model), batch))
     return None
+
+
+def _nothing(saved: Tensor) -> None:
+    """What backward would need of it, which need not run: activations of large samples are more than many have."""
+
+
+def _gone(_: None) -> Tensor:
+    raise RuntimeError("it was not kept")
 
 
 def _probe(job: Job) -> Any:

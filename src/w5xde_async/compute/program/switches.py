@@ -214,6 +214,6 @@ def _write(said: Said) -> None:
             if name in told:
                 try:
                     switch.write(told[name])
-                except (RuntimeError, AttributeError) as error:
+                except (RuntimeError, AttributeError, TypeError) as error:
                     reason = f"torch {torch.__version__} here cannot have {name} {told[name]}: {str(error)[:200]}"
                     raise ProgramRefused(reason) from error
