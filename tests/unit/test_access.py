@@ -14,6 +14,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import StoreError
 from w5xde_async.hub.members import access as access_module
 from w5xde_async.hub.members.access import Access
+from w5xde_async.net.tls import own_certificate
 
 TLS = CoordinatorConfig(host="0.0.0.0", advertise="there.example.org")
 
@@ -102,6 +103,19 @@ def test_a_directory_that_is_gone_lets_nobody_in_again(tmp_path: Path) -> None:
     access.lock_out("mallory")
     access.keep()
     shutil.rmtree(path)
+    access.reload()
+    assert access.credentials.revoked("mallory")
+
+
+def test_a_list_is_read_where_nothing_else_is_left(tmp_path: Path) -> None:
+    """What invitations were made from is all that lies there beside a token and a certificate that were given."""
+    path = tmp_path / "run"
+    path.mkdir()
+    given = own_certificate(tmp_path / "tls", "of another place")
+    access = Access(replace(TLS, token="a-token-that-is-long-and-random-0123456789abcdef", tls=given), path)
+    assert [file.name for file in path.iterdir()] == ["inviting"]
+    (path / "inviting").unlink()
+    (path / "revoked").write_text("mallory\n")
     access.reload()
     assert access.credentials.revoked("mallory")
 

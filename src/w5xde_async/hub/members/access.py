@@ -213,7 +213,8 @@ class Access:
         if (directory := self._run_path) is None:
             return False
         others = [name for name in self._kept if name != _REVOKED]
-        return not any((directory / name).exists() for name in others or ("",))
+        there = (*others, _REVOKED) if others else ("",)  # a list that is made anew is whole
+        return not any((directory / name).exists() for name in there)
 
     def _remember(self, *names: str) -> None:
         """What lies there now."""
