@@ -28,6 +28,7 @@ BOUNDED: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("Welcome", "accumulate"): st.integers(1, 1 << 31),
     ("Welcome", "heartbeat_s"): st.floats(1e-3, 1e5),
     ("Welcome", "silence_s"): st.floats(1e-3, 1e6),
+    ("Welcome", "threads"): st.integers(0, 1 << 20),
     ("Ready", "threads"): st.integers(0, 1 << 16),
     ("Ready", "together"): st.integers(1, 1024),
     ("Ready", "numerics"): st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=20),

@@ -59,7 +59,7 @@ for told in json.loads(sys.argv[1]):
     switched = Switched()
     switched.say(said)
     same = _read(_SWITCHES) == there
-    switched.take_back()
+    switched.close()
     found[told] = [said, quiet and _read(_SWITCHES) == usual, same]
 print(json.dumps(found))
 """
@@ -118,14 +118,14 @@ def test_it_is_as_it_was_once_the_last_has_gone() -> None:
     second.say(said)
     with pytest.raises(UsageError, match="a process for each"):
         other.say(())
-    first.take_back()
-    first.take_back()
+    first.close()
+    first.close()
     assert dict(said_here()) == dict(said)
     second.say((("nnpack", False),))  # it was the last one
     assert said_here() == (("nnpack", False),)
-    second.take_back()
+    second.close()
     other.say(())
-    other.take_back()
+    other.close()
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_part_of_the_precision_in_any_order_is_taken_back_whole(said: Said) -> N
     before, switched = _read(_SWITCHES), Switched()
     try:
         switched.say(said)
-        switched.take_back()
+        switched.close()
         assert _read(_SWITCHES) == before
     finally:
         _write(tuple(before.items()))
@@ -159,7 +159,7 @@ def test_what_this_torch_cannot_be_told_is_refused_and_nothing_of_it_stays(
         switched.say((("mkldnn", False), ("cudnn", False)))
     assert said_here() == ()
     switched.say((("nnpack", False),))
-    switched.take_back()
+    switched.close()
 
 
 def test_a_setting_that_this_torch_has_not_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +181,6 @@ def test_a_program_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         assert parse(trace(job, model, layout, batches), layout).said == (("attention_math", False),)
     finally:
-        switched.take_back()
+        switched.close()
     assert torch.backends.cuda.math_sdp_enabled()
     assert not switches.Switched._holders

@@ -162,7 +162,7 @@ class Welcome(Message, frozen=True):
     feedback: bool = True
     numerics: _Name = ""
     memory: _Wholes = ()
-    threads: _Whole = 0
+    threads: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
 
 
 class Ready(Message, frozen=True):

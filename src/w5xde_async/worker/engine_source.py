@@ -76,7 +76,7 @@ class EngineSource:
         if self._sandbox is not None:
             ends.append(self._sandbox.end)
         self._engine, self._island, self._sandbox = None, None, None
-        ends.append(self._switched.take_back)
+        ends.append(self._switched.close)
         loop = asyncio.get_running_loop()
         return [loop.run_in_executor(self._pool, end) for end in ends]
 

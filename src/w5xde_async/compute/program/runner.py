@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import socket
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -110,14 +110,14 @@ def warm_up(device: str, threads: int, precision: str, *, deterministic: bool = 
 def serve(control: socket.socket) -> None:
     """Build what the worker sends, then compute what it asks for, until it hangs up."""
 
-    descriptor = control.fileno()
-    with suppress(EOFError, OSError):
+    descriptor, switched = control.fileno(), Switched()
+    with closing(switched), suppress(EOFError, OSError):
         runner: _Runner | None = None
         while True:
             order = channel.order_of(descriptor)
             if isinstance(order, channel.Build):
                 try:
-                    runner = _Runner(control, order)
+                    runner = _Runner(control, order, switched)
                 except ProgramRefused as error:
                     channel.send(descriptor, channel.Refused(error.reason[:1000], error.node, error.operator[:100]))
                 except (W5xdeError, RuntimeError, ValueError, TypeError, MemoryError) as error:
@@ -133,7 +133,7 @@ def serve(control: socket.socket) -> None:
 class _Runner:
     """An engine over the memory that the worker has too."""
 
-    def __init__(self, control: socket.socket, build: channel.Build) -> None:
+    def __init__(self, control: socket.socket, build: channel.Build, switched: Switched) -> None:
 
         torch.set_num_threads(build.threads)
         self._control = control.fileno()
@@ -142,7 +142,7 @@ class _Runner:
         layout = Layout.parse(text[: build.layout_bytes])
         document = Document(text[build.layout_bytes :], tuple(place.tensor(texts).clone() for place in build.constants))
         device, program = torch.device(build.device), parse(document, layout)
-        Switched().say(program.said)
+        switched.say(program.said)
         replica = ProgramJob.of(
             program, layout, device, precision=build.spec.precision, memory_bytes=build.memory_bytes
         )

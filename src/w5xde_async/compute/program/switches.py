@@ -159,7 +159,7 @@ class Switched:
                 own._said, own._before = said, before
             own._holders.add(self)
 
-    def take_back(self) -> None:
+    def close(self) -> None:
         """Have it as it was, once nobody needs it any more."""
         with type(self)._lock:
             self._let_go()
