@@ -1,15 +1,15 @@
 """What a run on one machine costs beside the loop that a user would write: the demo, a GPT-2 of transformers, a CNN, a
-network of 300 small layers, a mixture of experts.
+network of 300 small layers, a mixture of experts, a frozen net with a head that is trained, a recurrence in a loop.
 
 Ours is the command that users give, ``w5xde_async.coordinator JOB --workers N``, with the job's own settings. The peer
 is a plain loop in one process over whole batches in the same order, with the same model, weights and optimizer, and as
 many torch threads as are faster here, one or all cores. They take turns (A B A B); a figure is the median of the
-rounds' ratios. Where nothing is random but the order (demo, gpt2) both must end at the same loss.
+rounds' ratios. Where nothing is random but the order (all but the CNN and the layers) both must end at the same loss.
 
 Figures: ``demo_over_plain_1`` and ``_2`` (workers, of which one alone has all cores; aims 0.5, 0.7),
-``gpt2_over_plain_1`` and ``_2`` (aim of two 0.95), the same of ``cnn``, ``layers`` and ``experts``;
-``first_commit_over_plain``: from the command to the demo's first step (aim at most 1.3); ``..._per_s`` are samples a
-second, ``cpu_ms_...`` processor time of a step, all processes and their start included.
+``gpt2_over_plain_1`` and ``_2`` (aim of two 0.95), the same of the other jobs; ``first_commit_over_plain``: from the
+command to the demo's first step (aim at most 1.3); ``..._per_s`` are samples a second,
+``cpu_ms_...`` processor time of a step, all processes and their start included.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from w5xde_async.job import Job, build_model, load_job, step_function
 from w5xde_async.plan.sampler import Sampler
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = {"demo": 400, "gpt2": 40, "cnn": 150, "layers": 120, "experts": 400}
-WARM = {"demo": 60, "gpt2": 8, "cnn": 30, "layers": 20, "experts": 100}
-EXACT = ("demo", "gpt2", "experts")  # no dropout, no statistics of a batch
+STEPS = {"demo": 400, "gpt2": 40, "cnn": 150, "layers": 120, "experts": 400, "frozen": 300, "recurrent": 250}
+WARM = {"demo": 60, "gpt2": 8, "cnn": 30, "layers": 20, "experts": 100, "frozen": 60, "recurrent": 50}
+EXACT = ("demo", "gpt2", "experts", "frozen", "recurrent")  # no dropout, no statistics of a batch
 TOLERANCE = 5e-3
 _TIMEOUT_S = 240
 
@@ -107,11 +107,50 @@ def experts() -> Job:
     return _steps("experts", _classifier(_Experts, x, x[:, :4].argmax(1), batch=128))
 
 
-def _classifier(model: Callable[[], nn.Module], x: Tensor, labels: Tensor, *, batch: int) -> Job:
+class _Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 32, 3, 2, 1), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU(), nn.Conv2d(64, 64, 3, 1, 1),
+            nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(64, elementwise_affine=False),
+        ).requires_grad_(False)  # fmt: skip
+        self.head = nn.Linear(64, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x))
+
+
+class _Recurrent(nn.Module):
+    """Tells what the first symbol was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.cell, self.out = nn.Embedding(100, 64), nn.GRUCell(64, 64), nn.Linear(64, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        state, rows = torch.zeros(len(tokens), 64), self.embed(tokens)
+        for at in reversed(range(tokens.shape[1])):
+            state = self.cell(rows[:, at], state)
+        return self.out(state)
+
+
+def frozen() -> Job:
+    x = torch.randn(1 << 11, 3, 32, 32, generator=torch.Generator().manual_seed(7))
+    labels = torch.arange(len(x)) % 2
+    x[labels == 1] *= 1.5
+    return _steps("frozen", _classifier(_Frozen, x, labels, batch=32, rate=1e-2))
+
+
+def recurrent() -> Job:
+    tokens = torch.randint(0, 100, (1 << 13, 32), generator=torch.Generator().manual_seed(7))
+    return _steps("recurrent", _classifier(_Recurrent, tokens, tokens[:, 0] % 2, batch=64))
+
+
+def _classifier(model: Callable[[], nn.Module], x: Tensor, labels: Tensor, *, batch: int, rate: float = 1e-3) -> Job:
     """As a user would write it: nothing is said of microbatches, nor of the optimizer's forms."""
     return Job(
         model=model, dataset=TensorDataset(x, labels), loss=nn.functional.cross_entropy, batch_size=batch, max_steps=1,
-        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
+        optimizer=lambda model: torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=rate),
     )  # fmt: skip
 
 
@@ -198,7 +237,8 @@ def theirs(name: str, threads: int) -> dict[str, float]:
 def loop(name: str, threads: int) -> None:
     """What a user would write. It prints what it did."""
     torch.set_num_threads(threads)
-    job = {"demo": demo, "gpt2": gpt2, "cnn": cnn, "layers": layers, "experts": experts}[name]()
+    jobs = (demo, gpt2, cnn, layers, experts, frozen, recurrent)
+    job = next(made for made in jobs if made.__name__ == name)()
     torch.manual_seed(job.seed)
     model, step = build_model(job), step_function(job)
     optimizer = job.optimizer(model)

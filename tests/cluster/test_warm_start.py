@@ -200,7 +200,7 @@ async def test_what_followed_from_the_arithmetic_is_kept_over_a_resume(
     given = replace(jobs.mlp_sgd(), microbatch_size=None, max_steps=4, epochs=None)
     found = []
     for steps, worth in ((2, 1), (4, 10**12)):
-        for limit in ("WORTH_FLOPS", "WORTH_SHARING_FLOPS", "WORTH_FLOPS_A_PARAMETER", "WORTH_FLOPS_A_CALL"):
+        for limit in ("WORTH_FLOPS", "WORTH_SHARING_FLOPS", "WORTH_FLOPS_A_PARAMETER"):
             monkeypatch.setattr(f"w5xde_async.compute.leaf_size.{limit}", worth)  # as of another version
         config = settings(max_steps=steps)
         async with Coordinator(given, run_dir=tmp_path / "run", config=config) as coordinator:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -70,13 +69,5 @@ def test_arithmetic_is_what_torch_counts_with_backward(make: Callable[[], nn.Mod
         with torch.device("meta"):
             without_memory = make()
         again = count_step(lambda: forward(without_memory, given.to("meta")))
-    assert found.flops == pytest.approx(oracle.get_total_flops(), rel=0.02)
-    assert again.flops == pytest.approx(found.flops, rel=0.1)  # attention has several ways to be computed
-    assert found.calls > 0
-
-
-def test_calls_follow_the_steps_of_a_recurrence() -> None:
-    with torch.device("meta"):  # with memory it may be one call of a library
-        cell = nn.LSTM(4, 4)
-        short, long = (count_step(partial(cell, torch.ones(length, 2, 4))) for length in (10, 20))
-    assert 1.7 < long.calls / short.calls < 2.3
+    assert found == pytest.approx(oracle.get_total_flops(), rel=0.02)
+    assert again == pytest.approx(found, rel=0.1)  # attention has several ways to be computed

@@ -73,21 +73,6 @@ def test_a_leaf_does_enough_with_each_parameter(batch: int, expected: int) -> No
     assert expected in (1, 8) or counted // expected >= WORTH_FLOPS_A_PARAMETER * trained
 
 
-class _Recurrent(nn.LSTM):
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x)[0][:, -1]
-
-
-@pytest.mark.parametrize(("length", "hidden", "expected"), [(8, 64, 1), (64, 64, 1), (8, 256, 2), (64, 256, 3)])
-def test_a_leaf_does_enough_with_each_call(length: int, hidden: int, expected: int) -> None:
-    """A recurrence makes as many as its sequence is long, however much each computes."""
-    rows = TensorDataset(torch.randn(128, length, 16), torch.randint(0, 4, (128,)))
-    given = job(lambda: _Recurrent(16, hidden, batch_first=True), 16, dataset=rows)
-    told, _, counted = with_leaf_size(given, build_model(given))
-    assert counted > WORTH_SHARING_FLOPS
-    assert leaves(told) == expected
-
-
 def test_parameters_that_are_not_trained_have_no_gradient() -> None:
     def half_frozen() -> nn.Module:
         model = square(1024, 16)()

@@ -9,7 +9,7 @@ module of the process, other threads' too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
+        self.flops: int = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -46,27 +46,9 @@ class _CountingStep(_Counting):  # type: ignore[no-untyped-call]
     """Counts backward too, which need not run: a product is there two more products, one for each of its factors that
     has a gradient."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
     def _counted(self, flops: int, args: Sequence[Any]) -> int:
         factors = [one for one in args if isinstance(one, Tensor) and one.ndim > 1]  # not the bias
         return flops * (1 + min(2, sum(factor.requires_grad for factor in factors)))
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.calls += 1
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class StepCount(NamedTuple):
-    """Floating-point operations of a forward and a backward pass (a multiply and an add are two), and how many calls of
-    operators the forward pass makes."""
-
-    flops: int
-    calls: int
 
 
 def counting_flops(call: Callable[[], _T]) -> tuple[_T, int]:
@@ -76,8 +58,8 @@ def counting_flops(call: Callable[[], _T]) -> tuple[_T, int]:
     return result, counting.flops
 
 
-def count_step(forward: Callable[[], object]) -> StepCount:
-    """What a forward pass, which is run, and its backward pass, which is not, take together."""
+def count_step(forward: Callable[[], object]) -> int:
+    """Floating-point operations of a forward pass, which is run, and its backward pass, which is not."""
     with torch.enable_grad(), _CountingStep() as counting:
         forward()
-    return StepCount(counting.flops, counting.calls)
+    return int(counting.flops)

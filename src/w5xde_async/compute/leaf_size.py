@@ -4,8 +4,7 @@ A leaf is a forward and a backward pass of its own, and what these cost beside t
 operator, a sum, a share of a lease) is paid once a leaf. So a step is cut into as many leaves as have enough to
 compute: two at least, with which two workers can share it, and eight at most. A step that is over sooner than a second
 worker could be told of its half is one leaf; so is one that does little with many parameters (a large embedding, an
-expert for each sample): every leaf has a gradient of them all, which is cleared, written, added and sent; and one that
-makes many calls for it (a recurrence).
+expert for each sample): every leaf has a gradient of them all, which is cleared, written, added and sent.
 The arithmetic is counted by the shapes of operators, on tensors without memory: the same on every machine.
 """
 
@@ -22,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import map_tensors
-from w5xde_async.compute.flops import StepCount, count_step
+from w5xde_async.compute.flops import count_step
 from w5xde_async.job import Job, first_samples, step_function
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import users_code
@@ -34,9 +33,6 @@ WORTH_SHARING_FLOPS = 10**7
 #: Operations for each parameter of which a leaf has at least so many: as of a dense layer that 30 rows go through. With
 #: fewer its gradient takes longer than its arithmetic.
 WORTH_FLOPS_A_PARAMETER = 30 * 6
-#: Operations for each call of an operator in the forward pass of which a leaf has at least so many: a call, and what
-#: backward makes of it, takes half as long whatever is computed. A recurrence makes hundreds of calls.
-WORTH_FLOPS_A_CALL = 500_000
 _FEWEST, _MOST = 2, 8
 _PROBED = 2  # samples: batch norm refuses one
 _TRIED_PARAMETERS = 20_000_000  # of a model whose step is run in earnest where it must be, for two samples
@@ -62,17 +58,16 @@ def with_leaf_size(job: Job, model: nn.Module) -> Sized:
     if counted is None:
         leaves, reason = _MOST, "operations of the model could not be counted"
     else:
-        step = counted.flops * job.batch_size // _PROBED
+        step = counted * job.batch_size // _PROBED
         leaves = min(_MOST, max(_FEWEST, step // WORTH_FLOPS)) if step >= WORTH_SHARING_FLOPS else 1
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        least = max(1, WORTH_FLOPS_A_PARAMETER * trained, WORTH_FLOPS_A_CALL * counted.calls)
-        leaves = min(leaves, max(1, step // least))
+        leaves = min(leaves, max(1, step // max(1, WORTH_FLOPS_A_PARAMETER * trained)))
         reason = f"a step is {step / 1e9:.3g} GFLOP"
     size = max(1, -(-job.batch_size // (leaves * job.accumulate_grad_batches)))
     return Sized(replace(job, microbatch_size=size), reason, step)
 
 
-def _counted(job: Job, model: nn.Module) -> StepCount | None:
+def _counted(job: Job, model: nn.Module) -> int | None:
     """Of ``_PROBED`` samples; None where the step runs neither on tensors without memory nor, for a small model, on a
     copy with its values: a step that looks at these does there."""
     with suppress(Exception), users_code(), random_state():
