@@ -58,22 +58,23 @@ async def train(
     make_job: Callable[[], Job], *, workers: int = 1, run_dir: Path | None = None, events: list[Event] | None = None,
     **kwargs: Any,
 ) -> RunResult:  # fmt: skip
-    """Run a job to its end; every worker must have left because the run was finished."""
+    """Run a job to its end; every worker that has joined must have left because the run was finished."""
     bus = Bus()
     if events is not None:
         bus.subscribe(events.append)
     kwargs.setdefault("min_workers", workers)
     async with Coordinator(make_job(), run_dir=run_dir, config=settings(**kwargs), bus=bus) as coordinator:
-        running = [
-            asyncio.create_task(Worker(coordinator.address, job=make_job(), config=QUICK_WORKER).run())
-            for _ in range(workers)
-        ]
+        made = [Worker(coordinator.address, job=make_job(), config=QUICK_WORKER) for _ in range(workers)]
+        running = [asyncio.create_task(worker.run()) for worker in made]
         try:
             result = await coordinator.wait()
-            departures = await asyncio.gather(*running)
+            there = [task for worker, task in zip(made, running, strict=True) if worker._has_joined]
+            for task in set(running) - set(there):  # an evaluation has ended the run before: it would look for a minute
+                task.cancel()
+            departures = await asyncio.gather(*there)
         finally:  # where it failed, they go in their own time
             await asyncio.gather(*running, return_exceptions=True)
-    assert result.outcome != "finished" or departures == [Departure.FINISHED] * workers
+    assert result.outcome != "finished" or departures == [Departure.FINISHED] * len(there)
     return result
 
 
