@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from typing import TypeVar
 
 _SPINS = "GOMP_SPINCOUNT"
@@ -101,9 +102,17 @@ def compute_with(threads: int, before: int) -> None:
 
     ``before``: what ``torch.get_num_threads()`` has said in this thread, which settles it.
     """
-    if threads != before:
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).omp_set_num_threads(threads)
+    if threads != before and (told := _set_num_threads()) is not None:
+        told(threads)
+
+
+@cache
+def _set_num_threads() -> Callable[[int], object] | None:
+    """OpenMP's own, which to look up takes longer than to call; None where there is none."""
+    try:
+        return ctypes.CDLL(None).omp_set_num_threads
+    except (OSError, AttributeError):
+        return None
 
 
 _HARD = 2

@@ -13,6 +13,10 @@ A sample that cannot be read is left out where that is allowed, and another of i
 
 A stream is read by one thread, in windows (``data.stream``); the indices of a step are then places in it.
 
+Where Python code reads the dataset in a thread while the event loop computes steps, both want Python's lock, which is
+handed over at every operation. Then they may better take turns (``take_turns``): nothing is read but when it is asked
+for, and then what follows too, in one go.
+
 Workers that have shards of the data themselves (``data.shards``) are given indices of what lies in those. Nothing is
 read ahead while all workers have all of it.
 """
@@ -24,7 +28,8 @@ import heapq
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +57,8 @@ _LEASE_BYTES = 64 << 20
 _INLINE_BYTES, _INLINE_DATASET_BYTES = 1 << 20, 256 << 20
 #: Small steps that are gathered in one go, and what they may have together.
 _STEPS_AHEAD, _AHEAD_BYTES = 16, 128 << 10
+#: What is read in one turn, beyond what is asked for: of so many steps, within so many seconds, and so much.
+_TURN_STEPS, _TURN_S, _TURN_BYTES = 16, 0.01, 4 << 20
 _MAX_BUFFERS = 2048
 _STRUCTURE_BYTES = 512 << 10  # of a lease: strings travel in its header
 _STEADY_SAMPLES = 64
@@ -92,6 +99,21 @@ class _Chunk:
     unfinished: int
     read: Read | None = None  # once it has come
     wanted: list[Block] = field(default_factory=list)  # blocks that were asked for before this had come
+
+
+class _Wanted(NamedTuple):
+    """A chunk to be read: of which step, which of them, what it is to have, and how many bad samples that heeds."""
+
+    plan: StepPlan
+    number: int
+    chunk: _Chunk
+    indices: NDArray[np.int64]
+    known: int
+
+    @property
+    def first(self) -> int:
+        """Its first leaf."""
+        return self.chunk.first
 
 
 @dataclass(slots=True)
@@ -155,7 +177,9 @@ class Loader:
         self._missing: dict[tuple[int, Block], int] = {}  # block that was asked for too early -> chunks yet to come
         self._heard_at = 0.0  # on the loop's clock: something was read, or the first of these asked for
         self._came: list[tuple[int, Block]] = []
-        self._ahead: dict[int, Read] = {}  # step -> its rows, of small steps that follow each other
+        self._ahead: dict[tuple[int, int], Read] = {}  # of steps that are not open: what was read with one before
+        self._turns_before = 0  # what is read in one turn is of steps before this one; 0: nobody takes turns
+        self._turn: list[_Wanted] = []  # chunks that were asked for and are read in the next turn
         self._held_leaves = 0  # in the chunks that have been read and not been forgotten
         self._reading = 0
         self._most_reading = self._reader.num_readers * 2
@@ -185,6 +209,19 @@ class Loader:
     def sample_bytes(self) -> int:
         """Bytes of a sample of the largest leaf so far; 0 where none was read yet."""
         return self._leaf_bytes // self._job.leaf_samples
+
+    @property
+    def can_take_turns(self) -> bool:
+        """Whether ``take_turns`` changes anything: threads of this process read, by code that is not ours."""
+        return self._reader.reads_here and not self._gather and type(self._sampler) is Sampler
+
+    def take_turns(self, before: int) -> None:
+        """Read when something is asked for, and nothing else: then also what follows it, of steps ``before`` this one.
+        0: ahead of need, whatever else goes on. What has been read stays."""
+        before = before if self.can_take_turns else 0
+        if before != self._turns_before:
+            self._turns_before = before
+            self._prefetch()
 
     def introduce(self, worker: str, shards: tuple[int, ...]) -> None:
         """``worker`` is here. ``shards``: the fingerprints of its own data, if it has any."""
@@ -269,6 +306,8 @@ class Loader:
     def close_step(self, step: int) -> None:
         """The step is committed or given up: forget what is left of it."""
         opened = self._opened.pop(step, None)
+        for place in [place for place in self._ahead if place[0] <= step]:  # which nobody has asked for
+            del self._ahead[place]
         self._arrival.set()
         if opened is not None:
             for number in tuple(opened.kept):
@@ -385,6 +424,8 @@ class Loader:
             self._missing.pop((step, block), None)
 
     def _prefetch(self) -> None:
+        if self._turns_before:
+            return
         while self._unread and not self._closed and self._reading < self._most_reading:
             ahead = self._held_leaves + self._reading * self._chunk_leaves
             over_bytes = ahead * self._leaf_bytes > 4 * _LEASE_BYTES
@@ -422,49 +463,96 @@ class Loader:
         except ValueError as error:
             self._on_error(JobError("dataset", str(error)))
             return
-        if chunk.num_leaves <= self._inline_leaves:
-            chunk.read = self._ahead.pop(step, None) if chunk.num_leaves == plan.num_leaves else None
-            if chunk.read is None:
-                chunk.read = self._gathered(plan, chunk, indices)
-            self._held_leaves += chunk.num_leaves
-            self._learn(chunk.read, chunk.num_leaves)
+        read = self._ahead.pop((step, number), None)
+        if read is not None and not known:
+            self._keep(chunk, read)
+        elif chunk.num_leaves <= self._inline_leaves:
+            self._keep(chunk, self._gathered(plan, chunk, indices))
+        elif self._turns_before and not known:
+            self._turn.append(_Wanted(plan, number, chunk, indices, known))
+            if len(self._turn) == 1:  # with whatever else is asked for now
+                asyncio.get_running_loop().call_soon(self._read_in_turn)
+        else:
+            self._reading += 1
+            wanted = _Wanted(plan, number, chunk, indices, known)
+            reading = self._reader.read(indices, self._seed(plan, chunk.first))
+            reading.add_done_callback(partial(self._was_read, [wanted], []))
+
+    def _read_in_turn(self) -> None:
+        """Read what was asked for, and what follows it in its epoch."""
+        turn, self._turn = self._turn, []
+        if self._closed:
             return
+        plan, number = turn[-1].plan, turn[-1].number + 1
+        most = min(self._prefetch_leaves, _TURN_BYTES // max(self._leaf_bytes, 1)) if self._leaf_bytes else 0
+        ahead: list[tuple[int, int]] = []
+        wanted = [(one.indices, self._seed(one.plan, one.first)) for one in turn]
+        following = list[tuple[NDArray[np.int64], int]]()
+        for step in range(plan.step, min(plan.step + _TURN_STEPS, self._turns_before)):
+            if self._sampler.epoch_of(step) != plan.epoch or len(ahead) >= most:
+                break
+            if step != plan.step:
+                plan, number = self._sampler.plan(step), 0
+            for leaf in range(number, plan.num_leaves):
+                if (step, leaf) not in self._chunks and (step, leaf) not in self._ahead and len(ahead) < most:
+                    ahead.append((step, leaf))
+                    following.append((plan.leaf_indices(leaf), self._seed(plan, leaf)))
         self._reading += 1
-        future = self._reader.read(indices, seed_for("data", self._sampler.seed, step, chunk.first))
+        reading = self._reader.read_in_turn(wanted, following, _TURN_S)
+        reading.add_done_callback(partial(self._was_read, turn, ahead))
 
-        def done(read: asyncio.Future[Read]) -> None:
-            self._reading -= 1
-            if read.cancelled() or self._closed:
-                return
-            self._heard_at = asyncio.get_running_loop().time()
-            there = self._chunks.get((step, number)) is chunk  # else its step was closed meanwhile
-            if (error := read.exception()) is not None:
-                if isinstance(error, JobError | ReadersLost):
-                    self._on_error(error)
-                elif not self._left_out(error):
-                    self._on_error(self._failure(plan, chunk.first, error))
-                elif there:
-                    self._fetch_chunk(plan, number, chunk)
-                return
-            if there and len(self.bad) > known and not np.array_equal(self.bad.chosen(plan, begin, end), indices):
-                self._fetch_chunk(plan, number, chunk)  # one of these could not be read for another leaf
-                return
-            chunk.read = read.result()
-            if there:
-                self._held_leaves += chunk.num_leaves
-                self._tell(step, chunk)
-            self._learn(chunk.read, chunk.num_leaves)
-            self._arrival.set()
-            self._on_ready()
-            self._prefetch()
+    def _seed(self, plan: StepPlan, leaf: int) -> int:
+        return seed_for("data", self._sampler.seed, plan.step, leaf)
 
-        def told(read: asyncio.Future[Read]) -> None:
-            try:
-                done(read)
-            except Exception as error:  # the run would wait for this leaf for ever
-                self._on_error(error)
+    def _was_read(self, wanted: list[_Wanted], ahead: list[tuple[int, int]], reading: asyncio.Future[Any]) -> None:
+        self._reading -= 1
+        if reading.cancelled() or self._closed:
+            return
+        self._heard_at = asyncio.get_running_loop().time()
+        if (error := reading.exception()) is not None:
+            found: list[Read | BaseException] = [error] * len(wanted)
+        else:
+            result = reading.result()
+            found = result if isinstance(result, list) else [result]
+        try:
+            came = [self._came_in(one, outcome) for one, outcome in zip(wanted, found, strict=False)]
+            for place, outcome in zip(ahead, found[len(wanted) :], strict=False):
+                assert isinstance(outcome, Read)
+                self._ahead[place] = outcome
+            if any(came):
+                self._arrival.set()
+                self._on_ready()
+                self._prefetch()
+        except Exception as error:  # the run would wait for these leaves for ever
+            self._on_error(error)
 
-        future.add_done_callback(told)
+    def _came_in(self, wanted: _Wanted, outcome: Read | BaseException) -> bool:
+        """What came of reading a chunk. False where it has to be read anew, or ends the run."""
+        plan, number, chunk, indices, known = wanted
+        there = self._chunks.get((plan.step, number)) is chunk  # else its step was closed meanwhile
+        if isinstance(outcome, BaseException):
+            if isinstance(outcome, JobError | ReadersLost):
+                self._on_error(outcome)
+            elif not self._left_out(outcome):
+                self._on_error(self._failure(plan, chunk.first, outcome))
+            elif there:
+                self._fetch_chunk(plan, number, chunk)
+            return False
+        begin, end = chunk.first * plan.leaf_samples, (chunk.first + chunk.num_leaves) * plan.leaf_samples
+        if there and len(self.bad) > known and not np.array_equal(self.bad.chosen(plan, begin, end), indices):
+            self._fetch_chunk(plan, number, chunk)  # one of these could not be read for another leaf
+            return False
+        if there:
+            self._keep(chunk, outcome)
+            self._tell(plan.step, chunk)
+        else:
+            self._learn(outcome, chunk.num_leaves)
+        return True
+
+    def _keep(self, chunk: _Chunk, read: Read) -> None:
+        chunk.read = read
+        self._held_leaves += chunk.num_leaves
+        self._learn(read, chunk.num_leaves)
 
     def _gathered(self, plan: StepPlan, chunk: _Chunk, indices: NDArray[np.int64]) -> Read:
         """Rows of a chunk. Where that is a whole small step, those of the next steps of its epoch as well, in one go:
@@ -482,7 +570,7 @@ class Loader:
         sizes = [len(indices)] * len(together)
         cut = zip(*[torch.split_with_sizes(tensor, sizes) for tensor in rows], strict=True)
         first, *others = [Read(structure, pieces) for pieces in cut]
-        self._ahead = {plan.step + 1 + number: read for number, read in enumerate(others)}
+        self._ahead = {(plan.step + 1 + number, 0): read for number, read in enumerate(others)}
         return first
 
     def _left_out(self, error: BaseException) -> bool:

@@ -7,7 +7,8 @@ import io
 import logging
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import replace
@@ -121,6 +122,15 @@ class LeafReader:
         self.submit(self._processes.read, indices, seed).add_done_callback(hand_on)
         return read
 
+    def read_in_turn(
+        self, wanted: Sequence[tuple[NDArray[np.int64], int]], ahead: Sequence[tuple[NDArray[np.int64], int]],
+        seconds: float,
+    ) -> asyncio.Future[list[Read | Exception]]:  # fmt: skip
+        """Several batches in one go, each by its indices and its seed, where threads of this process read: all of
+        ``wanted``, or what reading them raised, and of ``ahead`` as many as come within so many seconds, up to one
+        that cannot be read."""
+        return self.submit(self._read_some, wanted, ahead, seconds)
+
     def gather(self, indices: NDArray[np.int64]) -> Read:
         """``read`` on this thread, where rows of tensors are gathered."""
         at = torch.from_numpy(np.array(indices))
@@ -170,6 +180,22 @@ class LeafReader:
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
+
+    def _read_some(self, wanted: Any, ahead: Any, seconds: float) -> list[Read | Exception]:
+        found, until = list[Read | Exception](), time.monotonic() + seconds
+        for indices, seed in wanted:
+            try:
+                found.append(self._read_here(indices, seed))
+            except Exception as error:
+                found.append(error)
+        for indices, seed in ahead:
+            if time.monotonic() >= until:
+                break
+            try:
+                found.append(self._read_here(indices, seed))
+            except Exception:  # whoever needs it reads it again, and tells
+                break
+        return found
 
     def _read_here(self, indices: Any, seed: int) -> Read:
         if self.gathers:

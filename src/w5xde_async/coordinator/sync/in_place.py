@@ -44,6 +44,7 @@ from w5xde_async.users_code import Overdue, time_limit, users_code
 from w5xde_async.wire.messages import Done
 
 _SETTLED = 16  # steps by way of workers, and steps here, of which the medians are compared
+_VARIED = 4 * _SETTLED  # steps here whose seconds vary, since some of them wait for data
 _PROOFS = 4
 _MOST_KINDS = 16  # of workers that are compared
 _MOST_BYTES = 8 << 20  # of a result, and of the model, which is copied on the loop
@@ -96,6 +97,29 @@ class _Kind:
     torch_version: str
 
 
+class _Ways:
+    """Two ways to do the same, of which the faster one is taken: the other is tried now and then."""
+
+    def __init__(self, *, first: bool) -> None:
+        self.way = first
+        self._known: dict[bool, float] = {}  # seconds, by the way that was taken
+        self._weighed, self._until = 0, _WEIGHED
+
+    def took(self, seconds: float) -> bool:
+        """The way that is taken took so long. Whether it is the other one from now on: that was faster, or is to be
+        tried."""
+        self._known[self.way] = seconds
+        self._weighed += 1
+        other_s, again = self._known.get(not self.way), self._weighed >= self._until
+        if other_s is not None and not again and seconds <= _SLOWER * other_s:
+            return False
+        if again:
+            self._until = min(4 * self._until, _MOST_WEIGHED)
+        self._weighed = 0
+        self.way = not self.way
+        return True
+
+
 class InPlace:
     """Computes steps of ``job``, or parts of them, at ``state``'s parameters. All on the event loop's thread."""
 
@@ -111,10 +135,10 @@ class InPlace:
         self._proofs: dict[_Kind, int] = {}  # steps that were the same to the bit; -1: one was not
         self._by: Session | None = None  # in whose place something is computed
         self.whole = False  #: that is whole steps; else the leases of this worker, or of one that takes its place
-        #: Whether steps that are short, but not very (``whole_step_s`` of ``took``), are shared out.
-        self.shares = True
-        self._known: dict[bool, float] = {}  # seconds of such a step that is shared out, and of one that is not
-        self._weighed, self._until = 0, _WEIGHED
+        self._sharing = _Ways(first=True)  # steps that are short, but not very (``whole_step_s`` of ``took``)
+        self._turns = _Ways(first=True)  # between reading and whole steps, for Python's lock
+        self._passed_over = 0  # steps that are not looked at: what they have was read the other way
+        self._group: list[float] = []  # seconds of the last steps computed here, where some wait for data
         self._leaf_s: deque[float] = deque(maxlen=_SETTLED)  # that leaves take here
         self._kind: _Kind | None = None  # its kind
         self._limit = time_limit(_LONGEST_S, stuck=_end)
@@ -147,6 +171,16 @@ class InPlace:
         """A worker's block counts in the step under way; ``whole``: it is all of that, and the step is short."""
         self._watched = (session, done) if whole and not self._over else None
         self.whole = whole if self._by is None else self.whole
+
+    @property
+    def shares(self) -> bool:
+        """Whether steps that are short, but not very (``whole_step_s`` of ``took``), are shared out."""
+        return self._sharing.way
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether nothing is read while whole steps are computed here."""
+        return self._turns.way and self.whole and self._loader.can_take_turns
 
     @property
     def stands_for(self) -> Session | None:
@@ -186,15 +220,24 @@ class InPlace:
     def took(self, seconds: float, leaves: int = 1, whole_step_s: float = 0.0) -> None:
         """A step of so many leaves was committed that long after the one before. One that takes less than
         ``whole_step_s`` need not be shared out."""
-        if self._computed:
-            self._here.append(seconds)
-            if len(self._here) == _SETTLED:
-                step_s, leaf_s = statistics.median(self._here), statistics.median(self._leaf_s)
+        varies = self._loader.can_take_turns  # from step to step: some wait for data, others do not
+        if self._computed and self._passed_over:
+            self._passed_over -= 1
+        elif self._computed:
+            self._group.append(seconds)
+            if len(self._group) == _SETTLED:
+                self._here += [statistics.fmean(self._group)] * _SETTLED if varies else self._group
+                self._group.clear()
+            if len(self._here) >= (_VARIED if varies else _SETTLED):
+                usual = _most_of if varies else statistics.median
+                step_s, leaf_s = usual(self._here), statistics.median(self._leaf_s)
                 short = leaves * leaf_s + _BESIDE_S < whole_step_s
-                if short and not (self.whole and self.shares) and self._is_slower(step_s):
-                    self.shares, self._by, self._settles = not self.shares, None, _SETTLED
+                if varies and self.whole and self._turns.took(step_s):
+                    self._passed_over = _SETTLED
+                elif short and not (self.whole and self.shares) and self._sharing.took(step_s):
+                    self._by, self._settles = None, _SETTLED
                     self._there.clear()
-                elif self._there and step_s > _SLOWER * statistics.median(self._there):
+                elif self._there and step_s > _SLOWER * usual(self._there):
                     self._patience = min(4 * self._patience, _MOST_PATIENCE)  # a busy machine may have both later
                     self._settles, self._by = self._patience, None
                 self._here.clear()
@@ -212,20 +255,8 @@ class InPlace:
         if leaves * statistics.median(self._leaf_s) >= whole_step_s:
             self._by, self._settles = None, _SETTLED
             self._here.clear()
+            self._group.clear()
             self._there.clear()
-
-    def _is_slower(self, step_s: float) -> bool:
-        """Whether steps are to be computed the other way, shared out or not, as they took ``step_s`` this way: that was
-        faster, or is to be tried."""
-        self._known[self.shares] = step_s
-        self._weighed += 1
-        other_s, again = self._known.get(not self.shares), self._weighed >= self._until
-        if other_s is not None and not again and step_s <= _SLOWER * other_s:
-            return False
-        if again:
-            self._until = min(4 * self._until, _MOST_WEIGHED)
-        self._weighed = 0
-        return True
 
     # -- how -----------------------------------------------------------------------------------------------
 
@@ -375,6 +406,12 @@ def _end() -> None:
 
 def _nowhere(bucket: int, vector: object) -> None:
     """Results are taken when the step is complete."""
+
+
+def _most_of(seconds: Iterable[float]) -> float:
+    """Their mean, but for the longest, of whatever else the machine did."""
+    ranked = sorted(seconds)
+    return statistics.fmean(ranked[: len(ranked) - len(ranked) // 8])
 
 
 def _kind(session: Session) -> _Kind | None:

@@ -168,6 +168,7 @@ class SyncTraining:
             self._open_steps()
             self._receive()
             here = self._for_here
+            self.context.loader.take_turns(self.total_steps if here is not None and here.takes_turns else 0)
             if here is not None and not here.has_data(self._plan_under_way):
                 if self.lifecycle.failure is None and not self.lifecycle.stopping:
                     self.lifecycle.wake.clear()
