@@ -16,12 +16,14 @@ import torch
 from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from w5xde_async.coordinator.run import run
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.coordinator.sync import in_place, training
 from w5xde_async.coordinator.sync.in_place import InPlace
 from w5xde_async.coordinator.sync.training import SyncTraining
+from w5xde_async.data.loader import Loader
 from w5xde_async.errors import LeafFailed
 from w5xde_async.job import Job
 from w5xde_async.params.flat import named_digest
@@ -118,6 +120,66 @@ async def test_the_bits_are_those_of_one_process(make: Callable[[], Job]) -> Non
     assert share.leaves > sum(one.leaves for one in result.shares) / 3
     assert result.step == STEPS
     assert result.digest == named_digest(reference.train(short(make), STEPS)[0])
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Samples of the digits one by one, read by Python. ``noise``: drawn for some of them."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        self.x, self.y = jobs.digits()
+        self.noise, self.read = noise, 0
+
+    def __len__(self) -> int:
+        return 203  # the last step of an epoch is shorter
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.read += 1
+        x = self.x[index]
+        return (x + self.noise * torch.rand(()) if self.noise and index % 5 == 0 else x), self.y[index]
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __init__(self) -> None:
+        self.rows = Rows()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self.rows[index] for index in range(len(self.rows)))
+
+
+@pytest.mark.parametrize("flips", [False, True], ids=["turns", "both ways"])
+@pytest.mark.parametrize("make", [Rows, lambda: Rows(0.5), Stream], ids=["rows", "noisy", "stream"])
+async def test_reading_takes_turns_with_steps_and_changes_no_bit(
+    make: Callable[[], Any], flips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a resume, after which what had been read ahead is read again, and nothing beyond the run's end."""
+    turns = 0
+    read_in_turn = Loader._read_in_turn
+
+    def count(self: Loader) -> None:
+        nonlocal turns
+        turns += 1
+        read_in_turn(self)
+
+    monkeypatch.setattr(Loader, "_read_in_turn", count)
+    monkeypatch.setattr(in_place, "_VARIED", 4)
+    monkeypatch.setattr(in_place, "_SETTLED", 4)
+    monkeypatch.setattr(in_place._Ways, "took", lambda self, seconds: self.__dict__.update(way=not self.way) or True)
+    if not flips:
+        monkeypatch.setattr(in_place._Ways, "took", lambda self, seconds: False)
+    made = replace(jobs.mlp_sgd(), dataset=make(), max_steps=STEPS // 2, epochs=None)
+    if isinstance(made.dataset, Stream):
+        made = replace(made, shuffle_buffer=32)
+    half = await trained(made, run_dir=tmp_path)
+    assert half.step == STEPS // 2
+    rows = made.dataset if isinstance(made.dataset, Rows) else made.dataset.rows
+    samples = sum(share.samples for share in half.shares)
+    beyond = 0 if rows is made.dataset else 2 * 64  # a stream is read in windows, its first samples twice
+    assert rows.read <= samples + beyond + 16
+    made = replace(made, max_steps=STEPS)
+    whole = await trained(made, run_dir=tmp_path)
+    assert turns > 4
+    assert own_share(whole) is not None
+    assert whole.digest == named_digest(reference.train(made, STEPS)[0])
 
 
 async def test_with_two_workers_that_take_turns() -> None:

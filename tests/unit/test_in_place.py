@@ -69,8 +69,8 @@ class Rig:
         x, y = self.job.dataset[0:8]
         structure, self.tensors = flatten((x, y))
         self.batch: Batch | None = Batch(structure, True, (8,), self.tensors)
-        loader: Any = SimpleNamespace(batch=lambda step, block: self.batch)
-        self.in_place = InPlace(self.job, loader, state, SyncRule.of(self.job, model, layout, state))
+        self.loader: Any = SimpleNamespace(batch=lambda step, block: self.batch, can_take_turns=False)
+        self.in_place = InPlace(self.job, self.loader, state, SyncRule.of(self.job, model, layout, state))
         self.plan: StepPlan = sampler.plan(0)
         self.members: list[Any] = []
 
@@ -80,11 +80,11 @@ class Rig:
 
     def by_worker(self, worker: Any, seconds: float = 1.0, *, whole: bool = True, changed: float = 0.0) -> bool:
         """A step by way of a worker. Whether it was compared."""
-        self.in_place.expect(self.plan)
         done, pieces = self.results()
         if changed:
             pieces[0][0] += changed
-        self.in_place.watch(worker, done, whole=whole)
+        if whole:
+            self.in_place.watch(worker, done, self.plan)
         if compared := self.in_place.wants_proof:
             self.in_place.prove(self.plan, pieces)
         self.in_place.took(seconds)
@@ -237,13 +237,68 @@ def test_short_steps_are_shared_out_where_that_is_faster() -> None:
         assert not rig.in_place.shares
     takes(0.0020)
     assert rig.in_place.shares
-    rig.in_place._known.clear()
+    rig.in_place._sharing._known.clear()
     rig.in_place._by, rig.in_place.whole = session(), False
     rig.in_place._leaf_s.extend([0.003] * in_place._SETTLED)
     for _ in range(in_place._SETTLED):
         rig.in_place._computed = True
         rig.in_place.took(0.0030, 2, 0.004)
     assert rig.in_place.shares  # it is not short
+
+
+def test_reading_and_steps_take_turns_where_that_is_faster() -> None:
+    """By what most steps take together: some wait for data and others do not, and now and then the machine is busy."""
+    rig, worker = Rig(), session()
+    rig.loader.can_take_turns = True
+    rig.prove(worker)
+
+    def takes(seconds: float, *, longest: float = 0.0) -> None:
+        """So long a step in the mean, until they are compared."""
+        for number in range(in_place._VARIED):
+            waits = number % 4 == 0
+            extra = longest if number == 7 else 0.0
+            assert rig.here(seconds * (2.5 if waits else 0.5) + extra)
+
+    def settle() -> None:
+        """Steps that have what was read the other way."""
+        for _ in range(in_place._SETTLED):
+            assert rig.here(100.0)
+
+    assert rig.in_place.takes_turns
+    takes(0.0020)
+    assert not rig.in_place.takes_turns  # the other way is tried
+    settle()
+    takes(0.0030)
+    assert rig.in_place.takes_turns
+    settle()
+    for _ in range(in_place._WEIGHED - 1):
+        takes(0.0020, longest=0.050)
+        assert rig.in_place.takes_turns
+    takes(0.0020)
+    assert not rig.in_place.takes_turns  # tried again
+    settle()
+    takes(0.0010)
+    assert not rig.in_place.takes_turns
+    takes(0.0030)
+    assert rig.in_place.takes_turns
+    rig.in_place.whole = False
+    assert not rig.in_place.takes_turns  # parts of steps are read for whoever computes the others as well
+    rig.in_place.whole, rig.loader.can_take_turns = True, False
+    assert not rig.in_place.takes_turns
+
+
+@pytest.mark.parametrize("here_s", [0.5, 2.0])
+def test_steps_whose_seconds_vary_go_by_most_of_them(here_s: float) -> None:
+    """By way of workers half of them take 0.1 s, the others 1.9: 0.1 s is what half of them take, and no step."""
+    rig, worker = Rig(), session()
+    rig.loader.can_take_turns = True
+    rig.members.append(worker)
+    for number in range(in_place._SETTLED + in_place._PROOFS):
+        rig.by_worker(worker, 0.1 if number % 2 else 1.9)
+    assert rig.stands_in
+    for _ in range(2 * in_place._VARIED + in_place._SETTLED):
+        assert rig.here(here_s)
+    assert rig.stands_in == (here_s < 1.0)
 
 
 def test_one_bit_of_a_part_is_enough_to_leave_all_to_the_worker() -> None:

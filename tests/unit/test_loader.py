@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from w5xde_async.compute.batch import leaves_of
+from w5xde_async.data import loader
 from w5xde_async.data.config import DataConfig
 from w5xde_async.data.loader import BlockData, Loader
 from w5xde_async.data.reader import LeafReader
@@ -75,14 +76,15 @@ def sampler(seed: int = 3) -> Sampler:
 
 
 class Reader:
-    """A loader with somewhere to wait."""
+    """A loader with somewhere to wait. ``turns``: reading takes turns with who asks, before that step."""
 
-    def __init__(self, job: Job, plans: Sampler, **kwargs: Any) -> None:
+    def __init__(self, job: Job, plans: Sampler, *, turns: int = 0, **kwargs: Any) -> None:
         self.plans = plans
         self.errors: list[BaseException] = []
         self._came = asyncio.Event()
         config = DataConfig(**{name: kwargs.pop(name) for name in tuple(kwargs) if hasattr(DataConfig, name)})
         self.loader = Loader(job, plans, config, on_ready=self._came.set, on_error=self._failed, **kwargs)
+        self.loader.take_turns(turns)
 
     def _failed(self, error: BaseException) -> None:
         self.errors.append(error)
@@ -162,9 +164,10 @@ async def test_small_steps_are_gathered_several_at_once_each_as_by_itself(
     await reader.loader.aclose()
 
 
+@pytest.mark.parametrize("turns", [0, 3])
 @pytest.mark.parametrize("dataset", [Rows, Many, lambda: TensorDataset(X, Y)], ids=["rows", "many", "gathered"])
-async def test_leaves_come_in_the_samplers_order(dataset: Callable[[], Any]) -> None:
-    async with reading(dataset()) as reader:
+async def test_leaves_come_in_the_samplers_order(dataset: Callable[[], Any], turns: int) -> None:
+    async with reading(dataset(), turns=turns) as reader:
         reader.open(0, 1)
         for step in (1, 0):  # whichever is asked for first
             plan = reader.plans.plan(step)
@@ -227,9 +230,10 @@ async def test_gathered_chunks_are_kept_until_their_last_leaf() -> None:
         assert reader.loader._chunks == {}
 
 
-async def test_every_sample_is_read_once() -> None:
+@pytest.mark.parametrize("turns", [0, 3])
+async def test_every_sample_is_read_once(turns: int) -> None:
     dataset = Rows()
-    async with reading(dataset, loader_threads=3) as reader:
+    async with reading(dataset, loader_threads=3, turns=turns) as reader:
         for step in range(3):
             reader.open(step)
             for leaf in range(8):
@@ -237,6 +241,115 @@ async def test_every_sample_is_read_once() -> None:
                 reader.loader.finished(step, Block(leaf, leaf + 1))
             reader.loader.close_step(step)
         assert sorted(dataset.read) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 10.0], ids=["no time", "time"])
+async def test_in_turns_what_follows_is_read_with_what_is_asked_for(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing before, no other epoch, no step that is not to be, no more than may be read ahead."""
+    monkeypatch.setattr(loader, "_TURN_S", seconds)
+    dataset, plans = Rows(), Sampler(num_samples=SAMPLES, batch_size=24, leaf_samples=8, seed=3)  # 4 steps of 3 leaves
+    reader = Reader(job(dataset), plans, turns=7, prefetch_leaves=4)
+    reader.open(0, 1)
+    await reader.rest()
+    assert dataset.read == []
+
+    async def read_for(step: int, start: int, stop: int) -> list[int]:
+        dataset.read.clear()
+        await reader.block(step, start, stop)
+        await reader.rest()
+        return dataset.read
+
+    def leaves(*which: tuple[int, int]) -> list[int]:
+        return [index for step, leaf in which for index in plans.plan(step).leaf_indices(leaf).tolist()]
+
+    there = seconds > 0
+    assert await read_for(0, 0, 1) == leaves((0, 0))  # it is not known yet how large they are
+    ahead = [(1, 0), (1, 1), (1, 2), (2, 0)]
+    assert await read_for(0, 1, 3) == leaves((0, 1), (0, 2), *ahead[: 4 * there])
+    reader.open(2)
+    assert await read_for(1, 0, 3) == leaves(*[(1, leaf) for leaf in range(3 * (not there))])
+    ahead = [(3, 0), (3, 1), (3, 2)]  # then an epoch ends
+    assert await read_for(2, 0, 3) == leaves(*[(2, leaf) for leaf in range(there, 3)], *ahead[: 3 * there])
+    for step in range(3):
+        reader.loader.close_step(step)
+    reader.open(3, 4, 5, 6)
+    assert await read_for(4, 2, 3) == leaves((4, 2), *[(5, 0), (5, 1), (5, 2), (6, 0)][: 4 * there])
+    assert await read_for(6, 2, 3) == leaves((6, 2))  # the last step
+    reader.loader.take_turns(0)  # what has not been read is read ahead again
+    reader.loader.finished(4, Block(2, 3))
+    await reader.rest()
+    assert reader.loader._ahead.keys() <= {(step, leaf) for step in (5, 6) for leaf in range(3)}
+    for step in (3, 4, 5, 6):
+        reader.loader.close_step(step)
+    assert (reader.loader._chunks, reader.loader._ahead) == ({}, {})
+    await reader.loader.aclose()
+
+
+async def test_in_turns_what_cannot_be_read_is_told_when_it_is_needed() -> None:
+    bad = int(sampler().plan(1).indices[9])
+    async with reading(Rows(bad=bad), turns=3) as reader:
+        reader.open(0, 1)
+        await reader.block(0, 0, 1)
+        await reader.block(0, 1, 8)
+        assert {place for place in reader.loader._ahead} == {(1, 0), (1, 1)}
+        await reader.block(1, 0, 2)
+        assert reader.errors == []
+        with pytest.raises(LeafFailed) as caught:
+            await reader.block(1, 2, 3)
+        assert caught.value.sample == bad
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_whoever_takes_turns_and_when(seed: int) -> None:
+    """Blocks in any order, asked for again, steps given up, samples left out, turns begun and ended at any time."""
+    chance, plans = random.Random(seed), sampler(seed)
+    bad = chance.sample(range(SAMPLES), 2) if seed % 2 else []
+
+    class Damaged(Rows):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            if index in bad:
+                raise OSError("unreadable")
+            return super().__getitem__(index)
+
+    reader = Reader(job(Damaged()), plans, max_bad_samples=2, prefetch_leaves=chance.choice([1, 3, 64]))
+    open_steps, to_open = set[int](), 0
+    for _ in range(60):
+        reader.loader.take_turns(chance.choice([0, 0, to_open, 20]))
+        if len(open_steps) < 2:
+            reader.open(to_open)
+            open_steps.add(to_open)
+            to_open += 1
+        step = chance.choice(sorted(open_steps))
+        start = chance.randrange(8)
+        block = Block(start, chance.randrange(start + 1, 9))
+        if chance.random() < 0.2:
+            reader.loader.close_step(step)
+            open_steps.remove(step)
+            continue
+        if chance.random() < 0.3:
+            reader.loader.data(step, block)  # and nobody waits for it
+            continue
+        found = batches(await reader.block(step, *block))
+        await reader.rest()
+        if len(reader.loader.bad) < len(bad):
+            continue  # another may stand in for what was given
+        for leaf, (x, y) in zip(range(*block), found, strict=True):
+            chosen = reader.loader.bad.chosen(plans.plan(step), leaf * LEAF, leaf * LEAF + LEAF)
+            assert y.tolist() == chosen.tolist()
+            assert torch.equal(x, X[y])
+    await reader.loader.aclose()
+    assert reader.errors == []
+
+
+async def test_a_turn_that_was_asked_for_when_it_is_closed() -> None:
+    dataset = Rows()
+    async with reading(dataset, turns=3) as reader:
+        reader.open(0)
+        assert reader.loader.data(0, Block(0, 8)) is None
+    await asyncio.sleep(0)
+    assert dataset.read == []
 
 
 async def read_all(dataset: Any, **kwargs: Any) -> list[list[Any]]:
@@ -260,6 +373,8 @@ async def test_random_datasets_are_the_same_whoever_reads_them() -> None:
     torch.rand(5)
     assert await read_all(Noisy(), loader_threads=1, prefetch_leaves=1) == expected
     assert await read_all(Noisy(), loader_processes=2) == expected
+    assert await read_all(Noisy(), loader_threads=1, turns=3) == expected
+    assert await read_all(Noisy(), loader_threads=2, turns=2) == expected
     assert await read_all(Rows(), loader_threads=1) != expected
 
 
@@ -305,7 +420,9 @@ async def test_a_dataset_that_does_not_draw_is_read_side_by_side() -> None:
         await reader.block(2, 0, 2)
 
 
-@pytest.mark.parametrize("kwargs", [{"loader_threads": 2}, {"loader_processes": 1}], ids=["threads", "processes"])
+@pytest.mark.parametrize(
+    "kwargs", [{"loader_threads": 2}, {"loader_processes": 1}, {"turns": 3}], ids=["threads", "processes", "turns"]
+)
 async def test_a_sample_that_cannot_be_read_is_named(kwargs: dict[str, int]) -> None:
     bad = int(sampler().plan(0).indices[9])
     async with reading(Rows(bad=bad), **kwargs) as reader:
@@ -321,7 +438,9 @@ async def test_a_sample_that_cannot_be_read_is_named(kwargs: dict[str, int]) -> 
     )
 
 
-@pytest.mark.parametrize("kwargs", [{"loader_threads": 3}, {"loader_processes": 1}], ids=["threads", "processes"])
+@pytest.mark.parametrize(
+    "kwargs", [{"loader_threads": 3}, {"loader_processes": 1}, {"turns": 3}], ids=["threads", "processes", "turns"]
+)
 async def test_others_stand_in_for_samples_that_cannot_be_read(kwargs: dict[str, int]) -> None:
     plan, told = sampler().plan(0), list[tuple[int, str]]()
     order = plan.indices.tolist()

@@ -167,10 +167,15 @@ class InPlace:
             self._by = next((one for one in members() if _kind(one) == self._kind), None)
         return self._by
 
-    def watch(self, session: Session, done: Done, *, whole: bool) -> None:
-        """A worker's block counts in the step under way; ``whole``: it is all of that, and the step is short."""
-        self._watched = (session, done) if whole and not self._over else None
-        self.whole = whole if self._by is None else self.whole
+    def watch(self, session: Session, done: Done, plan: StepPlan) -> None:
+        """A worker's block is about to count that is all of the step under way, which is short."""
+        if self._by is None:
+            self.whole = True
+        if self._over:
+            return
+        self._watched = (session, done)
+        if self._by is None and self._settles <= 0:  # its data, before it is forgotten
+            self._batch = self._loader.batch(plan.step, Block(0, plan.num_leaves))
 
     @property
     def shares(self) -> bool:
@@ -200,11 +205,6 @@ class InPlace:
         self._watched, self.whole = (session, done), False
         if self._settles <= 0 and (batch := self._loader.batch(plan.step, block)) is not None:
             self._compare(session, done, plan, block, batch, pieces)
-
-    def expect(self, plan: StepPlan) -> None:
-        """Workers compute the next step: keep its data, should it be compared."""
-        if self._by is None and not self._over and self._settles <= 0:
-            self._batch = self._loader.batch(plan.step, Block(0, plan.num_leaves))
 
     @property
     def wants_proof(self) -> bool:

@@ -373,10 +373,7 @@ class SyncTraining:
 
     def _send_out(self) -> None:
         """Have workers compute the current step."""
-        self._sent_out = step = self.version
-        if self._in_place is not None and step in self.ledger.open_steps:
-            if self.ledger.num_leaves(step) <= self.context.loader.max_block_leaves:
-                self._in_place.expect(self.sampler.plan(step))
+        self._sent_out = self.version
         self.schedule()
 
     def _prove(self) -> None:
@@ -721,7 +718,7 @@ class SyncTraining:
         work_s = done.compute_s / grant.block.num_leaves * step.plan.num_leaves
         whole_s = self.pacing.whole_step_s(grant.worker, step.plan.num_leaves)
         if grant.block.num_leaves == step.plan.num_leaves and done.compute_s < whole_s:
-            in_place.watch(finished.session, done, whole=True)
+            in_place.watch(finished.session, done, step.plan)
         elif (
             in_place.watches
             and done.compute_s < short_s * grant.block.num_leaves
