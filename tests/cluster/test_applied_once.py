@@ -242,6 +242,7 @@ async def test_killed_while_the_round_of_another_fragment_is_open(
     await resume("streaming", killed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("rule", ["async", *LOCAL])
 async def test_killed_where_judging_takes_its_time(

@@ -134,6 +134,7 @@ async def test_a_choice_that_the_job_turns_out_not_to_fit_leaves_the_run_as_it_i
     assert (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 async def test_the_leases_ahead_that_were_chosen_are_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(StrategyChooser, "situation", over_a_poor_line)
     result, coordinator, _, _ = await run(jobs.mlp_sgd, tmp_path / "run")
@@ -145,6 +146,7 @@ async def test_the_leases_ahead_that_were_chosen_are_given(monkeypatch: pytest.M
     assert coordinator._training.pacing.config.leases_ahead == 11
 
 
+@pytest.mark.slow
 async def test_more_leases_ahead_are_more_leases() -> None:
     async with scripted(pacing=PacingConfig(leases_ahead=1, target_lease_s=0.0, min_lease_s=0.0)) as run:
         one = await run.worker("one")

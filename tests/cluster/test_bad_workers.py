@@ -32,6 +32,7 @@ def clean() -> Found:
     return asyncio.run(run(None, steps=STEPS, workers=2, **OFF))
 
 
+@pytest.mark.slow
 async def test_honest_workers_have_the_same_bits_and_no_alarm(clean: Found):
     found = await run(None, steps=STEPS, audit_fraction=0.2)
     assert found.digest == clean.digest

@@ -102,6 +102,7 @@ async def test_the_model_is_read_into_torch_and_tied_weights_with_it(tmp_path: P
     assert all(torch.equal(tensor, expected[name]) for name, tensor in twin.state_dict().items())
 
 
+@pytest.mark.slow
 async def test_a_resume_goes_on_from_the_best_so_far(tmp_path: Path) -> None:
     path, scored = tmp_path / "run", Scored(5.0, 2.0, 4.0, 4.0, 4.0, 3.0, 1.0)
     result = await run(scored, path, max_steps=4)
@@ -234,6 +235,7 @@ async def test_a_cluster_gives_it(tmp_path: Path) -> None:
     assert same(cluster.best.path, scored.state(1.0))
 
 
+@pytest.mark.slow
 async def test_a_disk_that_hangs_holds_up_neither_evaluations_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,11 +39,13 @@ async def train(name: str, *, free: int, local: int) -> RunResult:
     return result
 
 
+@pytest.mark.slow
 async def test_digest_equals_the_plain_loop_without_any_code() -> None:
     result = await train("mlp", free=1, local=0)
     assert result.digest == named_digest(reference.train(programs.TRACEABLE["mlp"]())[0])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 async def test_digest_equals_the_plain_loop(name: str) -> None:
@@ -95,6 +97,7 @@ async def test_leaves_of_sizes_that_no_graph_takes_are_not_given_to_workers_with
     assert own == 0 if local else 0 < own < 14
 
 
+@pytest.mark.slow
 async def test_under_other_rules_sizes_that_no_graph_takes_end_the_run_and_say_what_to_do() -> None:
     """A lease is a whole step there, so workers without code have nothing else to do; nothing is tried three times."""
     events, bus = list[Event](), Bus()

@@ -272,6 +272,7 @@ def test_every_rule_comes_to_the_accuracy_of_exact_sync(rule: str) -> None:
     assert accuracy(rule) >= exact() - SLACK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
 def test_every_codec_comes_to_the_accuracy_of_exact_sync(name: str) -> None:
     assert accuracy(CODECS[name], name) >= exact() - SLACK
@@ -284,6 +285,7 @@ def test_rules_with_codecs_both_ways(rule: str) -> None:
     assert accuracy(rule, "topk:0.1", "int4") >= exact() - SLACK
 
 
+@pytest.mark.slow
 def test_what_does_not_converge_is_refused_and_would_not() -> None:
     """Without feedback the top hundredth of each gradient is all that is ever learnt from it."""
     for name in ("topk:0.01", "sign", "sparseloco", "lz4:topk:0.01"):
@@ -345,6 +347,7 @@ def job() -> Job:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "update",
     [

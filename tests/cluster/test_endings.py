@@ -86,6 +86,7 @@ class Misnamed(Dataset[tuple[Tensor, Tensor]]):
         return torch.ones(2), torch.ones(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mute", [False, True])
 async def test_commits_are_saved_whatever_the_error_says_and_whether_or_not_it_can_be_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mute: bool
@@ -163,6 +164,7 @@ async def test_a_learning_rate_computed_with_numpy_is_kept(tmp_path: Path) -> No
     assert record.step == result.step
 
 
+@pytest.mark.slow
 async def test_a_last_checkpoint_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: CheckpointStore, record: object) -> None:
         raise StoreError("disk", "it is full")

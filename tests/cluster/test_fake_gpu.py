@@ -53,6 +53,7 @@ def on(cuda: FakeCuda) -> Runtime:
     return Runtime(executor=executor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_sgd", "cnn_adamw", "odd"])
 async def test_exact_sync_on_late_streams_is_the_plain_loop(name: str, cuda: FakeCuda) -> None:
     """Versions are received while blocks are computed, results leave while copies are under way."""

@@ -51,6 +51,7 @@ class Joined:
         monkeypatch.setattr(training, "introduce", introduced)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 async def test_who_comes_back_to_the_same_version_is_sent_nothing_and_the_bits_are_the_same(
     monkeypatch: pytest.MonkeyPatch, seed: int

@@ -70,6 +70,7 @@ def expected(steps: int) -> str:
     return reference.digest(job(), steps)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("kind", lying.SAID, ids=lambda kind: kind.__name__)
 async def test_whatever_a_member_says_the_others_run_is_the_same(

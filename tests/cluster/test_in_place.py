@@ -109,6 +109,7 @@ def short(make: Callable[[], Job], **changes: Any) -> Job:
     return replace(make(), max_steps=STEPS, epochs=None, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [jobs.mlp_adamw, jobs.cnn_sgd, jobs.odd, jobs.accumulated, jobs.fp16, jobs.words, jobs.metrics, jobs.noisy]
 )
@@ -231,6 +232,7 @@ async def test_workers_that_go_and_come_back() -> None:
     assert result.digest == named_digest(reference.train(made, STEPS)[0])
 
 
+@pytest.mark.slow
 async def test_who_comes_beside_a_lone_worker_has_a_part_of_steps_that_were_computed_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -288,6 +290,7 @@ async def test_other_bits_here_than_a_workers_are_never_used(monkeypatch: pytest
 # -- in a worker's place, beside others
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("steps_are_shared_out")
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize(
@@ -303,6 +306,7 @@ async def test_beside_others_the_bits_are_those_of_one_process(make: Callable[[]
     assert result.digest == named_digest(reference.train(made, STEPS)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("steps_are_shared_out")
 async def test_a_step_of_much_work_is_left_to_workers_however_short_its_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "_MOST_SHARED_S", 0.0)
@@ -312,6 +316,7 @@ async def test_a_step_of_much_work_is_left_to_workers_however_short_its_leaves(m
     assert result.digest == named_digest(reference.train(made, STEPS)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("steps_are_shared_out")
 @pytest.mark.parametrize(
     "config",
@@ -335,6 +340,7 @@ async def test_beside_others_over_resumes_and_with_a_journal(tmp_path: Path) -> 
     assert second.digest == journal.digest == named_digest(reference.train(made, STEPS)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("steps_are_shared_out")
 @pytest.mark.parametrize("how", ["vanishes", "drains"])
 @pytest.mark.parametrize("which", [0, 1])
@@ -361,6 +367,7 @@ async def test_the_bits_stay_whoever_of_two_goes(how: str, which: int) -> None:
     assert result.digest == named_digest(reference.train(made, STEPS)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("steps_are_shared_out")
 async def test_what_a_worker_beside_it_hangs_with_is_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     compute, released, blocks = InPlaceExecutor.compute, threading.Event(), 0

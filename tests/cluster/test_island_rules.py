@@ -50,6 +50,7 @@ def gpt_adamw() -> Job:
     return replace(jobs.gpt_adamw(), gradient_clip_val=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [Share.BLOCK, Share.ALL], ids=lambda share: share.name)
 @pytest.mark.parametrize(
     "make_job", [jobs.mlp_sgd, cnn_adamw, gpt_adamw], ids=lambda make: make.__name__
@@ -62,6 +63,7 @@ async def test_inner_steps_on_shards_have_the_bits_of_one_worker(make_job: Calla
     assert departures == [Departure.FINISHED] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "update",
     [{"codec": "lz4"}, {"codec": "lz4-shuffle"}, {**LOCAL, "downlink": "lz4"}, {"downlink": "int4"},
@@ -74,6 +76,7 @@ async def test_a_lossless_codec_keeps_the_bits_and_any_downlink_is_alike_for_all
     assert (result.digest, result.loss) == (expected.digest, expected.loss)
 
 
+@pytest.mark.slow
 async def test_clipping_sees_the_whole_gradient() -> None:
     update = UpdateConfig(**LOCAL)
     free = await train(cnn_adamw, update=update)

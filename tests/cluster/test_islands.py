@@ -63,6 +63,7 @@ async def run(
             await asyncio.gather(*running, return_exceptions=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_job", "share", "ranks"),
     [(jobs.mlp_sgd, *EVERY[0]), (jobs.cnn_adamw, *EVERY[1]), (jobs.cnn_adamw, *EVERY[3])]
@@ -78,6 +79,7 @@ async def test_an_island_has_the_bits_of_a_single_worker(make_job: Callable[[], 
     assert joined.device == f"cpu test={ranks}"
 
 
+@pytest.mark.slow
 async def test_islands_and_single_workers_in_one_run() -> None:
     expected = await train(jobs.cnn_adamw)
     circles = [Circle(2, Share.BLOCK, seed=1), Circle(3, Share.TURNS, seed=2)]
@@ -87,6 +89,7 @@ async def test_islands_and_single_workers_in_one_run() -> None:
     assert len(result.shares) == 3
 
 
+@pytest.mark.slow
 async def test_an_island_without_code() -> None:
     def make() -> Job:
         return replace(jobs.mlp_sgd(), loss=nn.CrossEntropyLoss())
@@ -96,6 +99,7 @@ async def test_an_island_without_code() -> None:
     assert result.digest == expected.digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("checked", [True, False])
 async def test_a_lost_rank_is_a_lost_island(lost: int, checked: bool) -> None:
@@ -264,6 +268,7 @@ async def test_all_kinds_are_taken_with_a_warning_and_never_compared_with_each_o
     assert f"exact, {TP}" in warned
 
 
+@pytest.mark.slow
 async def test_what_the_coordinator_computes_itself_is_another_kind_and_is_told_once(tmp_path: Path) -> None:
     circle, events, bus = Circle(2, Share.BLOCK, numerics=TP), list[Event](), Bus()
     bus.subscribe(events.append)
@@ -290,6 +295,7 @@ async def test_what_the_coordinator_computes_itself_is_another_kind_and_is_told_
     assert record.meta["numerics"] == [TP, "exact"]
 
 
+@pytest.mark.slow
 async def test_single_workers_go_on_where_an_island_left_off(tmp_path: Path) -> None:
     expected = await train(jobs.mlp_sgd)
     kept, path = settings(checkpoint_every=1), tmp_path / "run"

@@ -210,6 +210,7 @@ async def test_processes_read_it() -> None:
     assert result.digest == sent.digest
 
 
+@pytest.mark.slow
 async def test_nothing_is_read_at_the_coordinator_while_all_have_it() -> None:
     ours = Rows()
     await run(job(ours, epochs=20), [reads_own(Rows())], prefetch_leaves=2)

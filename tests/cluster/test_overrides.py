@@ -55,6 +55,7 @@ def quartered(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 if step < 2 else 0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durability", ["checkpoint", "journal"])
 @pytest.mark.parametrize(
     ("scheduler", "same_as"), [(None, quartered), (halved, halved_and_quartered)], ids=["constant", "scheduled"]
@@ -78,6 +79,7 @@ async def test_a_learning_rate_counts_from_where_it_was_changed(
     assert record.meta["overrides"] == [[2, "optimizer.lr is 0.125, was 0.5"]]
 
 
+@pytest.mark.slow
 async def test_a_job_whose_settings_were_changed_is_told_that_the_checkpoint_counts(tmp_path: Path) -> None:
     await run(job(halved), tmp_path / "run", max_steps=2)
 

@@ -41,6 +41,7 @@ async def refusal(path: str, **config: object) -> RefusalCode:
     return RefusalCode(caught.value.code)
 
 
+@pytest.mark.slow
 @pytest.mark.both_loops
 async def test_the_same_bits_over_an_applications_unix_socket(path: str):
     over_tcp = await train(mlp_sgd, workers=2, max_steps=6)

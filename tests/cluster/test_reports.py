@@ -90,6 +90,7 @@ async def test_join_stalls_nobody_horovod_2652() -> None:
         assert run.now == 1000.0
 
 
+@pytest.mark.slow
 async def test_leaving_does_not_deadlock_horovod_3494() -> None:
     """Two of three leave in the middle of a step, one in good order and one without a word."""
     commits = Commits()
@@ -124,6 +125,7 @@ async def test_peer_dies_in_the_middle_of_a_state_transfer_prime_diloco_156() ->
         assert run.applied() == {1.0}
 
 
+@pytest.mark.slow
 async def test_loss_does_not_jump_when_a_worker_rejoins_hivemind_417_torchtitan_1213() -> None:
     """A worker is cut off for a while and comes back: every step's loss is the plain loop's."""
     commits, losses = Commits(), []
@@ -199,6 +201,7 @@ def held_objects(ledger: Ledger) -> int:
     return sum(len(value) for value in vars(ledger).values() if hasattr(value, "__len__"))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_timeouts_hivemind_654_flower_4934() -> None:
     """A hundred thousand leases that nobody answers: what the ledger holds stays as it is after the first thousands."""
     ledger = Ledger()

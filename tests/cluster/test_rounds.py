@@ -166,6 +166,7 @@ async def test_what_a_codec_left_out_goes_from_one_worker_to_the_next(tmp_path: 
         await task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["async", "local", "streaming", "async-local"])
 async def test_workers_without_the_jobs_code(rule: str) -> None:
     """The inner optimizer comes as a name and numbers, the step as a program."""
@@ -194,6 +195,7 @@ async def run_until(coordinator: Coordinator, make: Callable[[], Job], commits: 
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", RULES.values(), ids=RULES)
 async def test_stopped_and_resumed(update: dict[str, Any], tmp_path: Path) -> None:
     # Steps enough to be stopped in the middle on a busy machine. The gate leaves out, and says so, a step whose norm

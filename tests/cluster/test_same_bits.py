@@ -36,6 +36,7 @@ async def test_digest_and_losses_equal_the_plain_loop(name: str, workers: int) -
     assert result.digest == digest
 
 
+@pytest.mark.slow
 @pytest.mark.both_loops
 async def test_stop_in_the_middle_of_an_epoch_and_resume(tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -76,6 +76,7 @@ async def test_the_last_results_of_a_step_cost_the_same_too() -> None:
     assert costs[MANY] < 1.5 * costs[FEW], costs
 
 
+@pytest.mark.slow
 async def test_a_tick_and_a_commit_cost_no_more_for_each_member() -> None:
     ticks, commits = {}, {}
     for num in (FEW, MANY):

@@ -134,6 +134,7 @@ async def trained(made: Job, link: str = "auto", *, workers: int = 2, **config: 
     return result, seen.links
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_gate", [0.0, 6.0])
 async def test_the_bits_are_those_of_one_process_and_nothing_travels(norm_gate: float) -> None:
     result, links = await trained(job(), norm_gate=norm_gate)
@@ -178,6 +179,7 @@ async def test_on_other_connections_within_this_machine_too(tmp_path: Path, kind
     assert result.digest == named_digest(reference.train(made)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(sandbox.unsupported(torch.device("cpu")) != "", reason="no sandbox here")
 async def test_a_sandboxed_program_has_the_same_bits_and_memory() -> None:
@@ -435,6 +437,7 @@ def _is_seen(piece: torch.Tensor, elsewhere: torch.Tensor) -> bool:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("audit_fraction", [0.0, 1.0])
 async def test_every_vector_comes_back(monkeypatch: pytest.MonkeyPatch, audit_fraction: float) -> None:
     """Of leases that were applied, that failed, that were computed for nothing and that were computed to compare."""

@@ -91,6 +91,7 @@ async def stopped(path: Path, made: Job, at: int) -> RunResult:
     return result
 
 
+@pytest.mark.slow
 async def test_shards_of_lines(shards: list[str], tmp_path: Path) -> None:
     """Over the end of an epoch, stopped and resumed: the bits of one process. The checkpoint has shard and offset."""
     events: list[Event] = []
@@ -137,6 +138,7 @@ def tars(tmp_path: Path) -> list[str]:
     return paths
 
 
+@pytest.mark.slow
 async def test_shards_of_tar(tars: list[str], shards: list[str], tmp_path: Path) -> None:
     """As WebDataset has them. The same rows as lines come to the same bits."""
     expected = await train(lambda: job(lines(shards)))
@@ -150,6 +152,7 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 async def test_shards_behind_urls(shards: list[str], tmp_path: Path) -> None:
     expected = await train(lambda: job(lines(shards)))
     folder = str(Path(shards[0]).parent)
@@ -187,6 +190,7 @@ async def test_a_stream_with_an_index_is_read_by_it() -> None:
     assert (await train(lambda: job(Indexed(), max_steps=20))).digest == expected.digest
 
 
+@pytest.mark.slow
 async def test_lines_that_are_none(damaged: list[str]) -> None:
     """They are left out as bad samples are, in each epoch anew."""
     first = await train(lambda: job(lines(damaged)), max_bad_samples=9)
@@ -253,6 +257,7 @@ async def test_parquet_as_datasets_maps_it(parquet: list[str], tmp_path: Path) -
     assert (await train(lambda: job(rows, max_steps=20), workers=2)).digest == expected.digest
 
 
+@pytest.mark.slow
 @pytest.mark.allow_leaks
 @pytest.mark.parametrize("shuffles", [False, True])
 async def test_parquet_as_datasets_streams_it(shuffles: bool, parquet: list[str], tmp_path: Path) -> None:

@@ -47,12 +47,14 @@ async def train(monkeypatch: pytest.MonkeyPatch, job: Job, **config: int) -> lis
     return threads
 
 
+@pytest.mark.slow
 async def test_one_for_short_ones_and_all_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await train(monkeypatch, SHORT) == [1]
     assert torch.get_num_threads() == 2  # a guest changes nothing but its own
     assert await train(monkeypatch, jobs.mlp_sgd()) == [2]  # whose microbatch was chosen by somebody
 
 
+@pytest.mark.slow
 async def test_as_many_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await train(monkeypatch, SHORT, threads=2) == [2]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

@@ -353,6 +353,7 @@ def every_message() -> list[list[Any]]:
     return [[path.read_bytes()] for path in sorted(golden.glob("[0-9]*.bin"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tls", [False, True])
 async def test_a_stranger_sees_nothing_of_the_run(tls: bool, tmp_path: Path):
     """Everything that one without the secret ever receives, in every state that he can reach, is searched, while a

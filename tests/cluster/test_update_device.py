@@ -46,6 +46,7 @@ async def test_the_bits_are_the_plain_loops(name: str, monkeypatch: pytest.Monke
     assert result.digest == named_digest(reference.train(make(), result.step)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durability", ["checkpoint", "journal"])
 async def test_a_run_goes_on_there_and_back(durability: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the optimizer keeps is in the checkpoint, wherever it lies; that the place has changed is told."""

@@ -248,6 +248,7 @@ def test_a_tail_cut_at_any_byte_is_dropped_and_counted(tmp_path: Path) -> None:
         segment(tmp_path, 2).unlink()
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     """In the last record it is a torn end; anywhere before it a later record, or the next segment, knows better."""
     write(tmp_path, 1, 3)

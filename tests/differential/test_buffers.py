@@ -172,6 +172,7 @@ async def test_leaves_of_several_microbatches(layer: Callable[[], nn.Module]) ->
     assert result.digest == reference.digest(job(layer, **changes))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_a_worker_without_the_code_assigns_too() -> None:
     def both() -> nn.Module:

@@ -84,6 +84,7 @@ async def test_defaults(name: str) -> None:
     assert_as_the_plain_loop(calm(name), trained)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(unsupported() != "", reason=unsupported())
 @pytest.mark.parametrize("name", ["cnn_adamw", "odd", "accumulated"])
 async def test_in_memory_that_the_coordinator_has_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +110,7 @@ async def test_an_optimizer_that_steps_on_the_device(name: str, link: str, monke
     assert_as_the_plain_loop(job, trained)
 
 
+@pytest.mark.slow
 async def test_a_run_goes_on_with_its_optimizer_on_another_device(tmp_path: Path) -> None:
     """What it keeps goes into the checkpoint and to where it steps next, and that is told."""
     job, events = calm("mlp_adamw"), list[Event]()
@@ -121,6 +123,7 @@ async def test_a_run_goes_on_with_its_optimizer_on_another_device(tmp_path: Path
     assert len(told) == (2 if DEVICE.type == "cuda" else 0)
 
 
+@pytest.mark.slow
 async def test_two_workers_share_a_device() -> None:
     config = CoordinatorConfig(port=0, max_time_s=100.0, min_workers=2, bucket_bytes=64 << 10)
     _, trained = await train(calm("gpt_sgd"), config, workers=2)
@@ -157,6 +160,7 @@ async def test_every_rule_and_codec_learns(rule: dict[str, Any]) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "words", "cnn"])
 async def test_without_the_jobs_code(name: str) -> None:
     """Traced on the coordinator's CPU, replayed on the device."""

@@ -457,6 +457,7 @@ def test_parameters_that_are_cast_again_are_named() -> None:
 # -- where it is cut
 
 
+@pytest.mark.slow
 def test_a_transformer_is_cut_between_its_layers() -> None:
     of = made("transformer")
     names = [{of.layout.entries[entry].name.split(".")[0:2][-1] for entry in atom.entries} for atom in of.atoms.atoms]
@@ -487,6 +488,7 @@ def test_what_an_atom_needs_is_told() -> None:
     assert of.atoms.passed(0) == of.atoms.passed(len(of.atoms)) == ()
 
 
+@pytest.mark.slow
 def test_an_entry_that_nothing_uses_has_an_owner() -> None:
     of = made("random3")
     assert len(of.atoms.owner) == len(of.layout.entries)
@@ -502,6 +504,7 @@ def test_a_giant_node_is_not_cut_and_one_node_is_one_atom() -> None:
         dot.stages(2)
 
 
+@pytest.mark.slow
 def test_writes_in_place_stay_with_what_they_write_into() -> None:
     of = anywhere(made("convolutions"))
     for atom in of.atoms.atoms:

@@ -119,6 +119,7 @@ def bound(document: Document, layout: Layout) -> int:
     return measure(program, program.graphs[0], entries, batch, memory_bytes=1 << 40)
 
 
+@pytest.mark.slow
 def test_a_worker_with_too_little_memory_for_all_activations_takes_a_program_that_keeps_few() -> None:
     *_, plain_layout, plain = made("plain")
     *_, layout, regions = made("not reentrant")

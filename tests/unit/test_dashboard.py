@@ -634,6 +634,7 @@ async def test_under_any_load_health_is_answered(monkeypatch: pytest.MonkeyPatch
             writer.transport.abort()
 
 
+@pytest.mark.slow
 async def test_viewers_that_read_nothing_cost_little_and_delay_nobody():
     """200 of them; one byte now and then is as good as none."""
     async with served() as (dashboard, view):

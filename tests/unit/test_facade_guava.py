@@ -555,6 +555,7 @@ def test_every_start_trains_anew_and_keeps_what_was_there(tmp_path: Path, capfd:
     assert sorted(path.name for path in tmp_path.glob("run*")) == ["run", *(f"run.old-{n}" for n in range(1, 5))]
 
 
+@pytest.mark.slow
 def test_resumed_when_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = linear()
     assert trained(orchestrator_for(tmp_path), model).step == 6

@@ -690,6 +690,7 @@ def test_a_node_whose_model_computes_nothing_ends_too(calls: Any) -> None:
     assert running.result(10).outcome == "stopped"
 
 
+@pytest.mark.slow
 def test_a_node_that_fetches_the_servers_criterion_joins_without_a_warning(calls: Any) -> None:
     server = server_of(None, criterion=nn.CrossEntropyLoss(label_smoothing=0.5), max_steps=2)
     running, events = serve(calls, server)

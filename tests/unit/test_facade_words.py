@@ -48,6 +48,7 @@ def texts() -> Iterator[str]:
                     yield node.value
 
 
+@pytest.mark.slow
 def test_there_are_flags_in_what_the_rooms_say() -> None:
     assert sum(bool(_FLAG.search(text)) for text in texts()) > 40
 

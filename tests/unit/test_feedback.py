@@ -270,6 +270,7 @@ def distance_after(steps: int, *, with_feedback: bool, name: str = "topk:0.3") -
     return float(x.norm())
 
 
+@pytest.mark.slow
 def test_topk_without_feedback_runs_away_and_with_it_converges() -> None:
     """Least squares on which greedy entries cancel the wrong way (Beznosikov et al., On Biased Compression)."""
     assert distance_after(300, with_feedback=False) > 100.0
@@ -303,6 +304,7 @@ def distance_under(name: str, *, with_feedback: bool, decay: float | None = None
     return float(((x - best) * weight).norm() / (best * weight).norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4", "sign", "topk:0.05", "sparseloco"])
 def test_with_feedback_every_codec_ends_where_float32_does(name: str) -> None:
     exact = distance_under("raw", with_feedback=False)
@@ -313,6 +315,7 @@ def test_with_feedback_every_codec_ends_where_float32_does(name: str) -> None:
         assert distance_under(name, with_feedback=False) < 1.1 * exact
 
 
+@pytest.mark.slow
 def test_decay_costs_what_gradients_left_out() -> None:
     """Why top-k does not decay here: half of each residual is forgotten before its turn comes."""
     assert distance_under("topk:0.05", with_feedback=True, decay=0.95) > 1.2 * distance_under(

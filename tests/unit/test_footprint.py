@@ -336,6 +336,7 @@ def test_what_cannot_be_cut_says_so() -> None:
         Survey(_job(Reading, 16))
 
 
+@pytest.mark.slow
 def test_the_program_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert w5xde(["memory", "examples/llama.py:tiny", "--island", "fsdp=2", "--island", "pp=2"]) == 0
     out = capsys.readouterr().out

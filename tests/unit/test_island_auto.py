@@ -71,6 +71,7 @@ def test_the_arithmetic_is_shown_as_far_as_it_was_needed() -> None:
     assert fitting(survey, Devices(4, 1 << 40), with_job=True, islands=False)[0] == (ALONE, 1, survey.needs(ALONE, 1))
 
 
+@pytest.mark.slow
 async def test_a_program_is_looked_at_without_joining() -> None:
     events: list[Event] = []
     bus = Bus()
@@ -122,6 +123,7 @@ def chosen(*arguments: str) -> Callable[[], Coroutine[Any, Any, int]]:
     return program._prepare(given, read_settings, "")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "mode"), [("", "pp"), (f"{Path(__file__)}:deep", "fsdp")])
 async def test_what_fits_is_started(job: str, mode: str, started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of the job's code are smaller than those of its program, which is cut into few: it is a small one."""

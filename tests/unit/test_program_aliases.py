@@ -60,6 +60,7 @@ def storages(value: Any) -> set[int]:
     return {item.untyped_storage().data_ptr() for item in items if isinstance(item, Tensor) and item.numel()}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_no_operator_returns_its_argument_without_saying_so() -> None:
     ran, found = set(), set()

@@ -572,6 +572,7 @@ def test_a_program_with_changed_parts_is_taken_or_refused(changes: list[tuple[tu
     load_or_refuse(Document(msgpack.packb(made), (torch.ones(3),)))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())

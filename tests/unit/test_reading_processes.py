@@ -116,6 +116,7 @@ async def test_what_was_read_by_a_process_that_died_is_read_again(
     )
 
 
+@pytest.mark.slow
 async def test_a_process_that_dies_beside_the_pipe_that_its_own_holds_open(tmp_path: Path) -> None:
     """As where a dataset starts processes: nobody sees the end of the pipe then."""
     held = os.pipe()
@@ -257,6 +258,7 @@ async def test_one_that_dies_before_all_that_it_read_has_come(tmp_path: Path, mo
     assert deaths(tmp_path) == 1
 
 
+@pytest.mark.slow
 async def test_one_that_dies_in_the_middle_of_a_tensor_beside_the_pipe_that_its_own_holds_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -576,6 +578,7 @@ async def test_a_process_that_loads_the_job_is_heard(monkeypatch: pytest.MonkeyP
     os.close(goes_on)
 
 
+@pytest.mark.slow
 async def test_a_run_whose_workers_have_the_data_outlives_a_sample_that_ends_its_reader() -> None:
     owner = os.getpid()
 

@@ -86,6 +86,7 @@ def sandboxed(*, copies: bool) -> Iterator[tuple[Sandboxed, Task]]:
         made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [False, True])
 def test_leaves_that_fail_after_some_of_them_has_left_cost_no_slot(
     monkeypatch: pytest.MonkeyPatch, copies: bool

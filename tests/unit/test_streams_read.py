@@ -139,6 +139,7 @@ def test_a_stream_that_is_not_the_same_each_time_is_refused() -> None:
         other.read([13])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num=st.integers(40, 260), at=st.integers(0, 259), count=st.integers(1, 60), way=st.sampled_from(["less", "more"]),

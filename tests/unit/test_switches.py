@@ -79,10 +79,12 @@ def as_before() -> Iterator[None]:
     assert said_here() == ()
 
 
+@pytest.mark.slow
 def test_a_process_that_was_told_nothing_says_nothing(found: dict[str, tuple[list[list[object]], bool, bool]]) -> None:
     assert found[""][0] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", _TOLD)
 def test_what_is_told_is_found_and_another_process_has_it_so(
     told: str, found: dict[str, tuple[list[list[object]], bool, bool]]
@@ -170,6 +172,7 @@ def test_a_setting_that_this_torch_has_not_is_not_said(monkeypatch: pytest.Monke
     assert said_here() == ()
 
 
+@pytest.mark.slow
 def test_a_program_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     job = programs.TRACEABLE["mlp"]()
     model = build_model(job)
