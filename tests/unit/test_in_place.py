@@ -282,19 +282,24 @@ def test_reading_and_steps_take_turns_where_that_is_faster() -> None:
     takes(0.0030)
     assert rig.in_place.takes_turns
     rig.in_place.whole = False
+    for _ in range(3 * in_place._VARIED):
+        rig.in_place._computed = True
+        rig.in_place.took(0.002)
     assert not rig.in_place.takes_turns  # parts of steps are read for whoever computes the others as well
-    rig.in_place.whole, rig.loader.can_take_turns = True, False
+    rig.in_place.whole = True
+    assert rig.in_place.takes_turns
+    rig.loader.can_take_turns = False
     assert not rig.in_place.takes_turns
 
 
 @pytest.mark.parametrize("here_s", [0.5, 2.0])
 def test_steps_whose_seconds_vary_go_by_most_of_them(here_s: float) -> None:
-    """By way of workers half of them take 0.1 s, the others 1.9: 0.1 s is what half of them take, and no step."""
+    """By way of workers two of three take 0.1 s, the others 2.8."""
     rig, worker = Rig(), session()
     rig.loader.can_take_turns = True
     rig.members.append(worker)
     for number in range(in_place._SETTLED + in_place._PROOFS):
-        rig.by_worker(worker, 0.1 if number % 2 else 1.9)
+        rig.by_worker(worker, 0.1 if number % 3 else 2.8)
     assert rig.stands_in
     for _ in range(2 * in_place._VARIED + in_place._SETTLED):
         assert rig.here(here_s)

@@ -122,6 +122,17 @@ def test_what_it_draws_is_seeded() -> None:
     assert [sorted(map(int, whole[:30])), sorted(map(int, whole[30:]))] == [list(range(30))] * 2
 
 
+def test_a_collate_that_draws_makes_no_other_stream_of_it() -> None:
+    """What is read a second time is compared, collated, with what was read first."""
+    made = job(
+        stream("epochs", range(50), 50), collate=lambda samples: torch.rand(len(samples)) + torch.tensor(samples)
+    )
+    reader = StreamReader(made)
+    first = reader.read(range(50))
+    torch.rand(7)
+    assert reader.read(range(50)) == first
+
+
 def test_a_stream_that_is_not_the_same_each_time_is_refused() -> None:
     noise = np.random.default_rng(0)
     said = (

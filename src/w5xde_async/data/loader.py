@@ -463,8 +463,8 @@ class Loader:
         except ValueError as error:
             self._on_error(JobError("dataset", str(error)))
             return
-        read = self._ahead.pop((step, number), None)
-        if read is not None and not known:
+        read = self._ahead.pop((step, number), None)  # all of its samples could be read
+        if read is not None:
             self._keep(chunk, read)
         elif chunk.num_leaves <= self._inline_leaves:
             self._keep(chunk, self._gathered(plan, chunk, indices))
