@@ -8,6 +8,7 @@ import random
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent import futures
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -295,12 +296,87 @@ async def test_in_turns_what_cannot_be_read_is_told_when_it_is_needed() -> None:
         reader.open(0, 1)
         await reader.block(0, 0, 1)
         await reader.block(0, 1, 8)
-        assert {place for place in reader.loader._ahead} == {(1, 0), (1, 1)}
+        assert reader.loader._ahead.keys() == {(1, 0), (1, 1), (1, 2)}
         await reader.block(1, 0, 2)
         assert reader.errors == []
         with pytest.raises(LeafFailed) as caught:
             await reader.block(1, 2, 3)
         assert caught.value.sample == bad
+
+
+@pytest.mark.parametrize("turns", [0, 3])
+@pytest.mark.parametrize("most", [0, 1])
+async def test_a_sample_that_could_not_be_read_once_cannot_whenever_that_was(most: int, turns: int) -> None:
+    """A later read would go well."""
+    bad = int(sampler().plan(1).indices[9])
+
+    class Once(Rows):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            if index == self.bad:
+                self.bad = -1
+                raise OSError("unreadable")
+            return super().__getitem__(index)
+
+    async with reading(Once(bad=bad), turns=turns, max_bad_samples=most) as reader:
+        reader.open(0, 1)
+        await reader.block(0, 0, 1)
+        await reader.block(0, 1, 8)
+        if most:
+            await reader.block(1, 0, 8)
+            assert reader.loader.bad.all() == [bad]
+        else:
+            with pytest.raises(LeafFailed, match=f"sample {bad}"):
+                await reader.block(1, 0, 8)
+
+
+@pytest.mark.parametrize("kwargs", [{"loader_threads": 2}, {"loader_processes": 1}, {"turns": 3}], ids=str)
+@pytest.mark.parametrize("error", [TimeoutError, futures.CancelledError, futures.InvalidStateError])
+async def test_whatever_a_sample_raises_it_is_named(error: type[Exception], kwargs: dict[str, int]) -> None:
+    bad = int(sampler().plan(0).indices[9])
+
+    class Raising(Rows):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            if index == bad:
+                raise error("the server does not answer")
+            return super().__getitem__(index)
+
+    async with reading(Raising(), **kwargs) as reader:
+        reader.open(0)
+        with pytest.raises(LeafFailed, match="the server does not answer") as caught:
+            await reader.block(0, 0, 8)
+        assert caught.value.sample == bad
+        assert "test_loader.py" in first_line(caught.value)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 10.0], ids=["no time", "time"])
+async def test_what_a_turn_reads_just_now_is_not_read_beside_it(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_TURN_S", seconds)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(Rows):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            if len(self.read) == 2 * LEAF:
+                begun.set()
+                assert goes_on.wait(10)
+            return super().__getitem__(index)
+
+    dataset = Slow()
+    async with reading(dataset, turns=2, loader_threads=2) as reader:
+        reader.open(0, 1)
+        await reader.block(0, 0, 2)
+        assert reader.loader.data(0, Block(2, 8)) is None
+        await asyncio.to_thread(begun.wait, 10)
+        assert reader.loader.data(1, Block(0, 2)) is None  # is about to be read
+        reader.loader.take_turns(0)
+        goes_on.set()
+        found = batches(await reader.block(1, 0, 8))
+        await reader.block(0, 2, 8)
+        await reader.rest()
+        assert [y.tolist() for _, y in found] == [sampler().plan(1).leaf_indices(leaf).tolist() for leaf in range(8)]
+        assert sorted(dataset.read) == sorted(sampler().plan(0).indices.tolist() + sampler().plan(1).indices.tolist())
+        assert reader.loader._coming == {}
 
 
 @pytest.mark.parametrize("seed", range(20))

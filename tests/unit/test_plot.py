@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -137,6 +138,30 @@ def test_without_matplotlib_the_run_goes_on(
     assert [record.getMessage() for record in caplog.records] == [
         "no plot: matplotlib is not installed (pip install 'w5xde-async[plot]')"
     ]
+
+
+@pytest.mark.parametrize("where", ["import", "drawing"])
+def test_where_matplotlib_fails_the_run_goes_on(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As it does where the environment names a backend that it does not know."""
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(line("step_committed", step=1, loss=2.0))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("Key backend: 'nonsense' is not a valid value for backend")
+
+    if where == "import":
+        for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setenv("MPLBACKEND", "nonsense")
+    else:
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    assert not draw_loss(metrics, tmp_path / "loss.png")
+    (record,) = caplog.records
+    assert re.match(r"no plot: matplotlib (cannot be imported|failed): ValueError: ", record.getMessage())
+    assert "nonsense" in record.getMessage()
+    assert list(tmp_path.iterdir()) == [metrics]
 
 
 def test_nothing_to_draw_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

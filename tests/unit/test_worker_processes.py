@@ -89,6 +89,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     asked = Asked()
     monkeypatch.setattr(asyncio, "create_subprocess_exec", asked.start)
     monkeypatch.setattr(worker_processes, "_kill", lambda process: process.terminate())
+    monkeypatch.setattr(worker_processes, "_is_gone", lambda process: False)
     monkeypatch.delenv("W5XDE_DEVICE", raising=False)
     return asked
 
@@ -247,6 +248,47 @@ def test_one_that_has_died_before_its_orders_is_noticed_by_whoever_waits(loop: C
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(run())
+
+
+_TAKEN = """
+import asyncio, os, signal, sys
+from w5xde_async.cluster import worker_processes
+from w5xde_async.runtime import loop_factory
+
+worker_processes._LOOKS_S = 0.02
+
+async def code() -> int:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+    if sys.argv[2] == "ignored":
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    waiting = asyncio.create_task(worker_processes._ended(process))
+    await asyncio.sleep(0)
+    process.stdin.write(bytes([10]))
+    process.stdin.close()
+    if sys.argv[2] == "taken":
+        try:
+            os.wait()  # the loop hears of nothing meanwhile
+        except ChildProcessError:
+            pass
+    code = await waiting
+    worker_processes._kill(process)  # sends nothing to whoever has its number now
+    return code
+
+with asyncio.Runner(loop_factory=loop_factory(sys.argv[1])) as runner:
+    print(runner.run(code()))
+"""
+
+
+@pytest.mark.parametrize("how", ["ignored", "taken", "neither"])
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_one_whose_exit_code_somebody_else_has_taken_is_known_to_have_ended(loop: str, how: str) -> None:
+    """A job ignores SIGCHLD, so that its own processes leave no zombies, or collects whatever has ended."""
+    command = [sys.executable, "-c", _TAKEN, loop, how]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=40)
+    code = int(found.stdout)
+    # Of asyncio's loop a thread waits for the process, and may be sooner than the job.
+    assert code == 0 if how == "neither" else code in (worker_processes._UNKNOWN, 0)
+    assert (code, found.returncode) == (worker_processes._UNKNOWN, 0) or loop == "asyncio" or how == "neither"
 
 
 async def test_one_that_somebody_tells_to_go_is_not_started_again(asked: Asked) -> None:

@@ -40,6 +40,7 @@ TELLS_ID = "LOCAL_WORKER_TELLS_ID"
 _RESTARTS, _RESTART_WINDOW_S, _RESTART_DELAY_S = 3, 60.0, 0.25
 _LOST_S = 30.0  # so long a worker that has lost its link may take to come back: it tries every few seconds
 _JOINS_S = 60.0  # until one that has not joined is told of
+_UNKNOWN, _LOOKS_S = 255, 1.0  # an exit code that nobody will hear of; how often it is looked whether that is so
 _HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
 _SECRETS = ("W5XDE_TOKEN", "W5XDE_TOKEN_FILE", "W5XDE_JOIN", "W5XDE_JOIN_FILE")
 _LINE_BYTES = 1 << 20
@@ -228,7 +229,7 @@ class LocalWorkers:
             _kill(process)
         await self._end(list(self._keepers))
         for process in prestarted:
-            await process.wait()
+            await _ended(process)
 
     def kill(self) -> None:
         """End all of them now, without waiting."""
@@ -265,6 +266,10 @@ class LocalWorkers:
                 logger.info("worker %s has left", name)
                 return None
             how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            if code == _UNKNOWN:
+                how = (
+                    "has ended, how is not known: the job ignores SIGCHLD, or waits for processes that are not its own,"
+                )
             said = "".join(f"\n  {line}" for line in words)
             if code in _HOPELESS:
                 return self._give_up(name, how, said)
@@ -337,7 +342,7 @@ class LocalWorkers:
             )  # fmt: skip
         reading = asyncio.create_task(self._forward(process, name, words), name=f"read {name}")
         try:
-            code = await process.wait()
+            code = await _ended(process)
             await asyncio.wait([reading], timeout=1.0)  # a grandchild may hold the pipe
             return code
         except asyncio.CancelledError:
@@ -362,11 +367,11 @@ class LocalWorkers:
                 process.terminate()
         try:
             async with asyncio.timeout(self._grace_s):
-                await process.wait()
+                await _ended(process)
         except TimeoutError:
             logger.warning("a local worker did not end within %.0f s and was killed pid=%d", self._grace_s, process.pid)
             _kill(process)
-            await process.wait()
+            await _ended(process)
 
     async def _forward(self, process: Process, name: str, words: deque[str]) -> None:
         """Its warnings and errors become our log lines; the rest is there in verbose mode, and after a crash."""
@@ -436,8 +441,35 @@ def _say(process: Process, line: bytes) -> None:
         process.stdin.write(line)
 
 
+async def _ended(process: Process) -> int:
+    """Its exit code, once it has ended; ``_UNKNOWN`` where code in this process has taken that (``os.wait``) or has the
+    kernel drop it (SIGCHLD is ignored): the event loop would never tell."""
+    waiting = asyncio.ensure_future(process.wait())
+    try:
+        looks = 0
+        while not waiting.done() and looks < 2:  # the loop may be about to tell
+            await asyncio.wait([waiting], timeout=_LOOKS_S)
+            looks += _is_gone(process)
+        return waiting.result() if waiting.done() else _UNKNOWN
+    finally:
+        waiting.cancel()
+
+
+def _is_gone(process: Process) -> bool:
+    """Whether nothing is left of a process, not even its exit code."""
+    if sys.platform == "win32" or process.returncode is not None:
+        return False
+    try:
+        os.kill(process.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
 def _kill(process: Process) -> None:
-    if process.returncode is None:
+    if process.returncode is None and not _is_gone(process):
         with suppress(ProcessLookupError, PermissionError):
             if hasattr(os, "killpg"):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,7 +178,8 @@ class Loader:
         self._missing: dict[tuple[int, Block], int] = {}  # block that was asked for too early -> chunks yet to come
         self._heard_at = 0.0  # on the loop's clock: something was read, or the first of these asked for
         self._came: list[tuple[int, Block]] = []
-        self._ahead: dict[tuple[int, int], Read] = {}  # of steps that are not open: what was read with one before
+        self._ahead: dict[tuple[int, int], Read | Exception] = {}  # what was read with others that were asked for
+        self._coming: dict[tuple[int, int], _Wanted | None] = {}  # what is being read so, and for whom by now
         self._turns_before = 0  # what is read in one turn is of steps before this one; 0: nobody takes turns
         self._turn: list[_Wanted] = []  # chunks that were asked for and are read in the next turn
         self._held_leaves = 0  # in the chunks that have been read and not been forgotten
@@ -463,18 +465,22 @@ class Loader:
         except ValueError as error:
             self._on_error(JobError("dataset", str(error)))
             return
-        read = self._ahead.pop((step, number), None)  # all of its samples could be read
-        if read is not None:
-            self._keep(chunk, read)
+        wanted, place = _Wanted(plan, number, chunk, indices, known), (step, number)
+        if place in self._coming:
+            self._coming[place] = wanted
+        elif (read := self._ahead.pop(place, None)) is not None:
+            if isinstance(read, Read):
+                self._keep(chunk, read)
+            else:
+                asyncio.get_running_loop().call_soon(self._take_in, [(wanted, read)])
         elif chunk.num_leaves <= self._inline_leaves:
             self._keep(chunk, self._gathered(plan, chunk, indices))
         elif self._turns_before and not known:
-            self._turn.append(_Wanted(plan, number, chunk, indices, known))
+            self._turn.append(wanted)
             if len(self._turn) == 1:  # with whatever else is asked for now
                 asyncio.get_running_loop().call_soon(self._read_in_turn)
         else:
             self._reading += 1
-            wanted = _Wanted(plan, number, chunk, indices, known)
             reading = self._reader.read(indices, self._seed(plan, chunk.first))
             reading.add_done_callback(partial(self._was_read, [wanted], []))
 
@@ -494,9 +500,12 @@ class Loader:
             if step != plan.step:
                 plan, number = self._sampler.plan(step), 0
             for leaf in range(number, plan.num_leaves):
-                if (step, leaf) not in self._chunks and (step, leaf) not in self._ahead and len(ahead) < most:
-                    ahead.append((step, leaf))
+                place = step, leaf
+                known = place in self._chunks or place in self._ahead or place in self._coming
+                if not known and len(ahead) < most:
+                    ahead.append(place)
                     following.append((plan.leaf_indices(leaf), self._seed(plan, leaf)))
+        self._coming.update(dict.fromkeys(ahead))
         self._reading += 1
         reading = self._reader.read_in_turn(wanted, following, _TURN_S)
         reading.add_done_callback(partial(self._was_read, turn, ahead))
@@ -510,26 +519,37 @@ class Loader:
             return
         self._heard_at = asyncio.get_running_loop().time()
         if (error := reading.exception()) is not None:
-            found: list[Read | BaseException] = [error] * len(wanted)
+            found: list[Any] = [error] * len(wanted)
         else:
             result = reading.result()
             found = result if isinstance(result, list) else [result]
-        try:
-            came = [self._came_in(one, outcome) for one, outcome in zip(wanted, found, strict=False)]
-            for place, outcome in zip(ahead, found[len(wanted) :], strict=False):
-                assert isinstance(outcome, Read)
+        came = list(zip(wanted, found, strict=False))
+        for place, outcome in zip_longest(ahead, found[len(wanted) :]):
+            asked = self._coming.pop(place)
+            if asked is not None:
+                came.append((asked, outcome))
+            elif outcome is not None:
                 self._ahead[place] = outcome
-            if any(came):
+        self._take_in(came)
+
+    def _take_in(self, came: Sequence[tuple[_Wanted, Read | BaseException | None]]) -> None:
+        """Outcomes of chunks that were asked for; None where there was no time for one."""
+        try:
+            if any([self._came_in(wanted, outcome) for wanted, outcome in came]):
                 self._arrival.set()
                 self._on_ready()
                 self._prefetch()
         except Exception as error:  # the run would wait for these leaves for ever
             self._on_error(error)
 
-    def _came_in(self, wanted: _Wanted, outcome: Read | BaseException) -> bool:
+    def _came_in(self, wanted: _Wanted, outcome: Read | BaseException | None) -> bool:
         """What came of reading a chunk. False where it has to be read anew, or ends the run."""
         plan, number, chunk, indices, known = wanted
         there = self._chunks.get((plan.step, number)) is chunk  # else its step was closed meanwhile
+        if outcome is None:
+            if there:
+                self._fetch_chunk(plan, number, chunk)
+            return False
         if isinstance(outcome, BaseException):
             if isinstance(outcome, JobError | ReadersLost):
                 self._on_error(outcome)

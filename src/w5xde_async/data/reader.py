@@ -106,20 +106,18 @@ class LeafReader:
     def read(self, indices: NDArray[np.int64], seed: int) -> asyncio.Future[Read]:
         """The batch of these samples (int64). What their reading raises has the one at fault, if it is one's fault, as
         its attribute ``AT_FAULT``."""
-        loop = asyncio.get_running_loop()
-        if self._processes is None:
-            return self.submit(self._read_here, indices, seed)
-        read: asyncio.Future[Read] = loop.create_future()
+        read: asyncio.Future[Read] = asyncio.get_running_loop().create_future()
 
         def hand_on(there: asyncio.Future[Any]) -> None:
             if there.cancelled() or read.cancelled():
                 read.cancel()
             elif isinstance(outcome := there.exception() or there.result(), BaseException):
-                read.set_exception(outcome)  # not raised here: its traceback is the process's
+                read.set_exception(outcome)  # not raised here: its traceback is that of who read
             else:
                 read.set_result(Read(*outcome))
 
-        self.submit(self._processes.read, indices, seed).add_done_callback(hand_on)
+        reads = self._outcome if self._processes is None else self._processes.read
+        self.submit(reads, indices, seed).add_done_callback(hand_on)
         return read
 
     def read_in_turn(
@@ -127,8 +125,8 @@ class LeafReader:
         seconds: float,
     ) -> asyncio.Future[list[Read | Exception]]:  # fmt: skip
         """Several batches in one go, each by its indices and its seed, where threads of this process read: all of
-        ``wanted``, or what reading them raised, and of ``ahead`` as many as come within so many seconds, up to one
-        that cannot be read."""
+        ``wanted``, or what reading them raised, and of ``ahead`` as many as come within so many seconds, up to the
+        first of all of them that cannot be read."""
         return self.submit(self._read_some, wanted, ahead, seconds)
 
     def gather(self, indices: NDArray[np.int64]) -> Read:
@@ -184,18 +182,19 @@ class LeafReader:
     def _read_some(self, wanted: Any, ahead: Any, seconds: float) -> list[Read | Exception]:
         found, until = list[Read | Exception](), time.monotonic() + seconds
         for indices, seed in wanted:
-            try:
-                found.append(self._read_here(indices, seed))
-            except Exception as error:
-                found.append(error)
+            found.append(self._outcome(indices, seed))
         for indices, seed in ahead:
-            if time.monotonic() >= until:
+            if time.monotonic() >= until or isinstance(found[-1], Exception):
                 break
-            try:
-                found.append(self._read_here(indices, seed))
-            except Exception:  # whoever needs it reads it again, and tells
-                break
+            found.append(self._outcome(indices, seed))
         return found
+
+    def _outcome(self, indices: Any, seed: int) -> Read | Exception:
+        """What is read, or what reading raised: of some exceptions asyncio would make others on the way to its loop."""
+        try:
+            return self._read_here(indices, seed)
+        except Exception as error:
+            return error
 
     def _read_here(self, indices: Any, seed: int) -> Read:
         if self.gathers:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from w5xde_async.errors import in_one_line
 from w5xde_async.telemetry.records import number, read_records
 
 if TYPE_CHECKING:
@@ -46,14 +47,21 @@ class _History:
 def draw_loss(metrics_path: Path, plot_path: Path) -> bool:
     """Draw the run recorded in ``metrics_path`` to ``plot_path``, in one step; True when a picture was written.
 
-    False, with one logged line that says why: matplotlib is not installed, there is no step to draw, or a file
-    cannot be read or written.
+    False, with one logged line that says why: matplotlib is not installed or fails, there is no step to draw, or a
+    file cannot be read or written. Nothing is raised: what a run has come to does not depend on its picture.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError:
-        logger.warning("no plot: matplotlib is not installed (pip install 'w5xde-async[plot]')")
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing == "matplotlib":
+            logger.warning("no plot: matplotlib is not installed (pip install 'w5xde-async[plot]')")
+        else:
+            logger.warning("no plot: matplotlib cannot be imported: %s", in_one_line(error))
+        return False
+    except Exception as error:  # of what the environment says, for one: MPLBACKEND, matplotlibrc
+        logger.warning("no plot: matplotlib cannot be imported: %s", in_one_line(error))
         return False
     # The temporary name keeps the suffix, which chooses the format.
     temporary = plot_path.with_name(f".tmp-{os.urandom(4).hex()}-{plot_path.name}")
@@ -70,6 +78,9 @@ def draw_loss(metrics_path: Path, plot_path: Path) -> bool:
         os.replace(temporary, plot_path)
     except OSError as error:
         logger.warning("no plot: %s: %s", error.filename or plot_path, error.strerror or error)
+        return False
+    except Exception as error:
+        logger.warning("no plot: matplotlib failed: %s", in_one_line(error))
         return False
     finally:
         with suppress(OSError):
