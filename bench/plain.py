@@ -1,5 +1,6 @@
 """What a run on one machine costs beside the loop that a user would write: the demo, a GPT-2 of transformers, a CNN, a
-network of 300 small layers, a mixture of experts, a frozen net with a head that is trained, a recurrence in a loop.
+network of 300 small layers, a mixture of experts, a frozen net with a head that is trained, a recurrence in a loop, and
+a small net over samples that Python code reads one by one.
 
 Ours is the command that users give, ``w5xde_async.coordinator JOB --workers N``, with the job's own settings. The peer
 is a plain loop in one process over whole batches in the same order, with the same model, weights and optimizer, and as
@@ -27,9 +28,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from models import text
 from report import Report, median, parser
@@ -37,9 +39,18 @@ from w5xde_async.job import Job, build_model, load_job, step_function
 from w5xde_async.plan.sampler import Sampler
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = {"demo": 400, "gpt2": 40, "cnn": 150, "layers": 120, "experts": 400, "frozen": 300, "recurrent": 250}
-WARM = {"demo": 60, "gpt2": 8, "cnn": 30, "layers": 20, "experts": 100, "frozen": 60, "recurrent": 50}
-EXACT = ("demo", "gpt2", "experts", "frozen", "recurrent")  # no dropout, no statistics of a batch
+STEPS = {
+    "demo": 400,
+    "gpt2": 40,
+    "cnn": 150,
+    "layers": 120,
+    "experts": 400,
+    "frozen": 300,
+    "recurrent": 250,
+    "rows": 800,
+}
+WARM = {"demo": 60, "gpt2": 8, "cnn": 30, "layers": 20, "experts": 100, "frozen": 60, "recurrent": 50, "rows": 200}
+EXACT = ("demo", "gpt2", "experts", "frozen", "recurrent", "rows")  # no dropout, no statistics of a batch
 TOLERANCE = 5e-3
 _TIMEOUT_S = 240
 
@@ -99,12 +110,12 @@ class _Experts(nn.Module):
 
 def layers() -> Job:
     x = torch.randn(1 << 14, 32, generator=torch.Generator().manual_seed(7))
-    return _steps("layers", _classifier(_Layers, x, (x[:, 0] > 0).long(), batch=32))
+    return _steps("layers", _classifier(_Layers, TensorDataset(x, (x[:, 0] > 0).long()), batch=32))
 
 
 def experts() -> Job:
     x = torch.randn(1 << 14, 64, generator=torch.Generator().manual_seed(7))
-    return _steps("experts", _classifier(_Experts, x, x[:, :4].argmax(1), batch=128))
+    return _steps("experts", _classifier(_Experts, TensorDataset(x, x[:, :4].argmax(1)), batch=128))
 
 
 class _Frozen(nn.Module):
@@ -138,18 +149,39 @@ def frozen() -> Job:
     x = torch.randn(1 << 11, 3, 32, 32, generator=torch.Generator().manual_seed(7))
     labels = torch.arange(len(x)) % 2
     x[labels == 1] *= 1.5
-    return _steps("frozen", _classifier(_Frozen, x, labels, batch=32, rate=1e-2))
+    return _steps("frozen", _classifier(_Frozen, TensorDataset(x, labels), batch=32, rate=1e-2))
 
 
 def recurrent() -> Job:
     tokens = torch.randint(0, 100, (1 << 13, 32), generator=torch.Generator().manual_seed(7))
-    return _steps("recurrent", _classifier(_Recurrent, tokens, tokens[:, 0] % 2, batch=64))
+    return _steps("recurrent", _classifier(_Recurrent, TensorDataset(tokens, tokens[:, 0] % 2), batch=64))
 
 
-def _classifier(model: Callable[[], nn.Module], x: Tensor, labels: Tensor, *, batch: int, rate: float = 1e-3) -> Job:
+class _Rows(Dataset[tuple[Tensor, int]]):
+    """A table of numbers, as a user reads one."""
+
+    def __init__(self) -> None:
+        self.x = np.random.default_rng(7).normal(size=(1 << 13, 50))
+        self.labels = (self.x[:, 0] > 0).astype(int)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.as_tensor(self.x[index], dtype=torch.float32), int(self.labels[index])
+
+
+def rows() -> Job:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(50, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
+
+    return _steps("rows", _classifier(net, _Rows(), batch=64))
+
+
+def _classifier(model: Callable[[], nn.Module], dataset: Dataset[Any], *, batch: int, rate: float = 1e-3) -> Job:
     """As a user would write it: nothing is said of microbatches, nor of the optimizer's forms."""
     return Job(
-        model=model, dataset=TensorDataset(x, labels), loss=nn.functional.cross_entropy, batch_size=batch, max_steps=1,
+        model=model, dataset=dataset, loss=nn.functional.cross_entropy, batch_size=batch, max_steps=1,
         optimizer=lambda model: torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=rate),
     )  # fmt: skip
 
@@ -237,7 +269,7 @@ def theirs(name: str, threads: int) -> dict[str, float]:
 def loop(name: str, threads: int) -> None:
     """What a user would write. It prints what it did."""
     torch.set_num_threads(threads)
-    jobs = (demo, gpt2, cnn, layers, experts, frozen, recurrent)
+    jobs = (demo, gpt2, cnn, layers, experts, frozen, recurrent, rows)
     job = next(made for made in jobs if made.__name__ == name)()
     torch.manual_seed(job.seed)
     model, step = build_model(job), step_function(job)
@@ -246,14 +278,20 @@ def loop(name: str, threads: int) -> None:
         num_samples=len(job.dataset), batch_size=job.batch_size, leaf_samples=job.leaf_samples, seed=job.seed,
         drop_last=job.drop_last,
     )  # fmt: skip
-    tensors, losses, samples, first_at, began = job.dataset.tensors, [], 0, 0.0, 0.0
+    losses, samples, first_at, began = [], 0, 0.0, 0.0
+
+    def batch(order: Tensor) -> Any:
+        if isinstance(job.dataset, TensorDataset):
+            return tuple(tensor[order] for tensor in job.dataset.tensors)
+        return default_collate([job.dataset[index] for index in order.tolist()])
+
     for number in range(STEPS[name]):
         if number == WARM[name]:
             began = time.perf_counter()
         plan = sampler.plan(number)
         order = torch.cat([torch.from_numpy(plan.leaf_indices(leaf).copy()) for leaf in range(plan.num_leaves)])
         optimizer.zero_grad()
-        loss, _ = step(model, tuple(tensor[order] for tensor in tensors))
+        loss, _ = step(model, batch(order))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

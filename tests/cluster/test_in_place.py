@@ -73,6 +73,12 @@ def workers_of_this_process_draw_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def it_is_soon_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where steps vary."""
+    monkeypatch.setattr(in_place, "_VARIED", in_place._SETTLED)
+
+
+@pytest.fixture(autouse=True)
 def it_is_always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here, whatever else the machine does."""
     took = InPlace.took

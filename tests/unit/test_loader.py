@@ -363,7 +363,7 @@ async def test_what_a_turn_reads_just_now_is_not_read_beside_it(
             return super().__getitem__(index)
 
     dataset = Slow()
-    async with reading(dataset, turns=2, loader_threads=2) as reader:
+    async with reading(dataset, turns=2) as reader:
         reader.open(0, 1)
         await reader.block(0, 0, 2)
         assert reader.loader.data(0, Block(2, 8)) is None
@@ -419,6 +419,53 @@ async def test_whoever_takes_turns_and_when(seed: int) -> None:
             assert torch.equal(x, X[y])
     await reader.loader.aclose()
     assert reader.errors == []
+
+
+async def test_where_no_turn_can_be_taken_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(LeafReader, "read_in_turn", fail)
+    async with reading(Rows(), turns=3) as reader:
+        reader.open(0)
+        with pytest.raises(RuntimeError, match="new thread"):
+            await reader.block(0, 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "kwargs", "does"),
+    [
+        (Rows, {}, True), (Rows, {"loader_threads": 2}, False), (Rows, {"loader_processes": 1}, False),
+        (lambda: TensorDataset(X, Y), {}, False),
+    ],
+)  # fmt: skip
+async def test_who_takes_turns(dataset: Callable[[], Any], kwargs: dict[str, int], does: bool) -> None:
+    """Nobody who has asked for several readers; and none where samples are left out, of which others stand in."""
+    async with reading(dataset(), max_bad_samples=1, **kwargs) as reader:
+        assert reader.loader.can_take_turns == does
+        reader.loader.bad.found(5)
+        assert not reader.loader.can_take_turns
+
+
+async def test_what_is_not_wanted_any_more_is_not_read() -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(Rows):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            begun.set()
+            assert goes_on.wait(10)
+            return super().__getitem__(index)
+
+    dataset = Slow()
+    reader = LeafReader(job(dataset))
+    reads = [reader.read(np.array([index]), 1) for index in range(5)]
+    await asyncio.to_thread(begun.wait, 10)
+    for read in reads[:4]:
+        read.cancel()
+    goes_on.set()
+    assert len((await reads[4]).tensors) == 2
+    assert dataset.read == [0, 4]
+    await reader.aclose()
 
 
 async def test_a_turn_that_was_asked_for_when_it_is_closed() -> None:

@@ -285,10 +285,11 @@ def test_one_whose_exit_code_somebody_else_has_taken_is_known_to_have_ended(loop
     """A job ignores SIGCHLD, so that its own processes leave no zombies, or collects whatever has ended."""
     command = [sys.executable, "-c", _TAKEN, loop, how]
     found = subprocess.run(command, capture_output=True, text=True, timeout=40)
-    code = int(found.stdout)
-    # Of asyncio's loop a thread waits for the process, and may be sooner than the job.
-    assert code == 0 if how == "neither" else code in (worker_processes._UNKNOWN, 0)
-    assert (code, found.returncode) == (worker_processes._UNKNOWN, 0) or loop == "asyncio" or how == "neither"
+    expected = ["0"] if how == "neither" else ["None"]
+    if loop == "asyncio":  # a thread waits for the process there: it may be sooner than the job, or finds nothing
+        expected += ["0", "255"]
+    assert found.stdout.strip() in expected
+    assert found.returncode == 0
 
 
 async def test_one_that_somebody_tells_to_go_is_not_started_again(asked: Asked) -> None:

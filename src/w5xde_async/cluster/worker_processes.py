@@ -40,7 +40,7 @@ TELLS_ID = "LOCAL_WORKER_TELLS_ID"
 _RESTARTS, _RESTART_WINDOW_S, _RESTART_DELAY_S = 3, 60.0, 0.25
 _LOST_S = 30.0  # so long a worker that has lost its link may take to come back: it tries every few seconds
 _JOINS_S = 60.0  # until one that has not joined is told of
-_UNKNOWN, _LOOKS_S = 255, 1.0  # an exit code that nobody will hear of; how often it is looked whether that is so
+_LOOKS_S = 1.0  # how often it is looked whether one has ended of which nobody will tell
 _HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
 _SECRETS = ("W5XDE_TOKEN", "W5XDE_TOKEN_FILE", "W5XDE_JOIN", "W5XDE_JOIN_FILE")
 _LINE_BYTES = 1 << 20
@@ -265,11 +265,10 @@ class LocalWorkers:
             if code == ExitCode.OK:
                 logger.info("worker %s has left", name)
                 return None
-            how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-            if code == _UNKNOWN:
-                how = (
-                    "has ended, how is not known: the job ignores SIGCHLD, or waits for processes that are not its own,"
-                )
+            if code is None:
+                how = "has ended, how is not known (the job ignores SIGCHLD or waits for processes of others),"
+            else:
+                how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
             said = "".join(f"\n  {line}" for line in words)
             if code in _HOPELESS:
                 return self._give_up(name, how, said)
@@ -325,8 +324,8 @@ class LocalWorkers:
                 environment["W5XDE_TOKEN"] = self._token
         return json.dumps({"arguments": arguments, "environment": environment}).encode() + b"\n"
 
-    async def _run(self, name: str, device: str, words: deque[str]) -> int:
-        """One process from start to end; cancelled, the process is ended first."""
+    async def _run(self, name: str, device: str, words: deque[str]) -> int | None:
+        """One process from start to end, as ``_ended`` says; cancelled, the process is ended first."""
         if self._prestarted:
             process = self._prestarted.popleft()
         else:
@@ -363,7 +362,7 @@ class LocalWorkers:
         with suppress(ProcessLookupError):
             if sys.platform == "win32":
                 process.send_signal(signal.CTRL_BREAK_EVENT)  # terminate() would end it at once
-            else:
+            elif not _is_gone(process):
                 process.terminate()
         try:
             async with asyncio.timeout(self._grace_s):
@@ -441,8 +440,8 @@ def _say(process: Process, line: bytes) -> None:
         process.stdin.write(line)
 
 
-async def _ended(process: Process) -> int:
-    """Its exit code, once it has ended; ``_UNKNOWN`` where code in this process has taken that (``os.wait``) or has the
+async def _ended(process: Process) -> int | None:
+    """Its exit code, once it has ended; None where code in this process has taken that (``os.wait``) or has the
     kernel drop it (SIGCHLD is ignored): the event loop would never tell."""
     waiting = asyncio.ensure_future(process.wait())
     try:
@@ -450,7 +449,7 @@ async def _ended(process: Process) -> int:
         while not waiting.done() and looks < 2:  # the loop may be about to tell
             await asyncio.wait([waiting], timeout=_LOOKS_S)
             looks += _is_gone(process)
-        return waiting.result() if waiting.done() else _UNKNOWN
+        return waiting.result() if waiting.done() else None
     finally:
         waiting.cancel()
 

@@ -15,7 +15,7 @@ A stream is read by one thread, in windows (``data.stream``); the indices of a s
 
 Where Python code reads the dataset in a thread while the event loop computes steps, both want Python's lock, which is
 handed over at every operation. Then they may better take turns (``take_turns``): nothing is read but when it is asked
-for, and then what follows too, in one go.
+for, and then some of what follows too, in one go.
 
 Workers that have shards of the data themselves (``data.shards``) are given indices of what lies in those. Nothing is
 read ahead while all workers have all of it.
@@ -59,7 +59,7 @@ _INLINE_BYTES, _INLINE_DATASET_BYTES = 1 << 20, 256 << 20
 #: Small steps that are gathered in one go, and what they may have together.
 _STEPS_AHEAD, _AHEAD_BYTES = 16, 128 << 10
 #: What is read in one turn, beyond what is asked for: of so many steps, within so many seconds, and so much.
-_TURN_STEPS, _TURN_S, _TURN_BYTES = 16, 0.01, 4 << 20
+_TURN_STEPS, _TURN_LEAVES, _TURN_S, _TURN_BYTES = 16, 64, 0.01, 4 << 20
 _MAX_BUFFERS = 2048
 _STRUCTURE_BYTES = 512 << 10  # of a lease: strings travel in its header
 _STEADY_SAMPLES = 64
@@ -110,11 +110,6 @@ class _Wanted(NamedTuple):
     chunk: _Chunk
     indices: NDArray[np.int64]
     known: int
-
-    @property
-    def first(self) -> int:
-        """Its first leaf."""
-        return self.chunk.first
 
 
 @dataclass(slots=True)
@@ -214,12 +209,15 @@ class Loader:
 
     @property
     def can_take_turns(self) -> bool:
-        """Whether ``take_turns`` changes anything: threads of this process read, by code that is not ours."""
-        return self._reader.reads_here and not self._gather and type(self._sampler) is Sampler
+        """Whether ``take_turns`` changes anything: one thread of this process reads, by code that is not ours, and all
+        that is planned."""
+        reader = self._reader
+        one = reader.reads_here and reader.num_readers == 1 and not self._gather
+        return one and type(self._sampler) is Sampler and not len(self.bad)
 
     def take_turns(self, before: int) -> None:
-        """Read when something is asked for, and nothing else: then also what follows it, of steps ``before`` this one.
-        0: ahead of need, whatever else goes on. What has been read stays."""
+        """Read when something is asked for, and nothing else: then also some of what follows it, of steps ``before``
+        this one. 0: ahead of need, whatever else goes on. What has been read stays."""
         before = before if self.can_take_turns else 0
         if before != self._turns_before:
             self._turns_before = before
@@ -475,24 +473,29 @@ class Loader:
                 asyncio.get_running_loop().call_soon(self._take_in, [(wanted, read)])
         elif chunk.num_leaves <= self._inline_leaves:
             self._keep(chunk, self._gathered(plan, chunk, indices))
-        elif self._turns_before and not known:
+        elif self._turns_before and self.can_take_turns:
             self._turn.append(wanted)
             if len(self._turn) == 1:  # with whatever else is asked for now
-                asyncio.get_running_loop().call_soon(self._read_in_turn)
+                asyncio.get_running_loop().call_soon(self._take_turn)
         else:
             self._reading += 1
             reading = self._reader.read(indices, self._seed(plan, chunk.first))
             reading.add_done_callback(partial(self._was_read, [wanted], []))
 
+    def _take_turn(self) -> None:
+        try:
+            if not self._closed:
+                self._read_in_turn()
+        except Exception as error:  # the run would wait for what was asked for
+            self._on_error(error)
+
     def _read_in_turn(self) -> None:
         """Read what was asked for, and what follows it in its epoch."""
         turn, self._turn = self._turn, []
-        if self._closed:
-            return
         plan, number = turn[-1].plan, turn[-1].number + 1
-        most = min(self._prefetch_leaves, _TURN_BYTES // max(self._leaf_bytes, 1)) if self._leaf_bytes else 0
+        most = min(self._prefetch_leaves, _TURN_LEAVES, _TURN_BYTES // self._leaf_bytes) if self._leaf_bytes else 0
         ahead: list[tuple[int, int]] = []
-        wanted = [(one.indices, self._seed(one.plan, one.first)) for one in turn]
+        wanted = [(one.indices, self._seed(one.plan, one.chunk.first)) for one in turn]
         following = list[tuple[NDArray[np.int64], int]]()
         for step in range(plan.step, min(plan.step + _TURN_STEPS, self._turns_before)):
             if self._sampler.epoch_of(step) != plan.epoch or len(ahead) >= most:
@@ -505,9 +508,9 @@ class Loader:
                 if not known and len(ahead) < most:
                     ahead.append(place)
                     following.append((plan.leaf_indices(leaf), self._seed(plan, leaf)))
+        reading = self._reader.read_in_turn(wanted, following, _TURN_S)
         self._coming.update(dict.fromkeys(ahead))
         self._reading += 1
-        reading = self._reader.read_in_turn(wanted, following, _TURN_S)
         reading.add_done_callback(partial(self._was_read, turn, ahead))
 
     def _seed(self, plan: StepPlan, leaf: int) -> int:
@@ -534,6 +537,8 @@ class Loader:
 
     def _take_in(self, came: Sequence[tuple[_Wanted, Read | BaseException | None]]) -> None:
         """Outcomes of chunks that were asked for; None where there was no time for one."""
+        if self._closed:
+            return
         try:
             if any([self._came_in(wanted, outcome) for wanted, outcome in came]):
                 self._arrival.set()

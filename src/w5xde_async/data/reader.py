@@ -117,7 +117,9 @@ class LeafReader:
                 read.set_result(Read(*outcome))
 
         reads = self._outcome if self._processes is None else self._processes.read
-        self.submit(reads, indices, seed).add_done_callback(hand_on)
+        there = self.submit(reads, indices, seed)
+        there.add_done_callback(hand_on)
+        read.add_done_callback(lambda _: there.cancel())  # one that is not wanted any more is not begun
         return read
 
     def read_in_turn(
@@ -125,8 +127,8 @@ class LeafReader:
         seconds: float,
     ) -> asyncio.Future[list[Read | Exception]]:  # fmt: skip
         """Several batches in one go, each by its indices and its seed, where threads of this process read: all of
-        ``wanted``, or what reading them raised, and of ``ahead`` as many as come within so many seconds, up to the
-        first of all of them that cannot be read."""
+        ``wanted``, or what reading them raised, and then of ``ahead`` as many as can be begun within so many seconds,
+        up to the first of those that cannot be read."""
         return self.submit(self._read_some, wanted, ahead, seconds)
 
     def gather(self, indices: NDArray[np.int64]) -> Read:
@@ -184,9 +186,11 @@ class LeafReader:
         for indices, seed in wanted:
             found.append(self._outcome(indices, seed))
         for indices, seed in ahead:
-            if time.monotonic() >= until or isinstance(found[-1], Exception):
+            if time.monotonic() >= until:
                 break
             found.append(self._outcome(indices, seed))
+            if isinstance(found[-1], Exception):
+                break
         return found
 
     def _outcome(self, indices: Any, seed: int) -> Read | Exception:

@@ -8,8 +8,9 @@ theirs: on a machine whose workers keep every core busy, the coordinator has no 
 Who computes may depend on the clock only where nothing else does. So the worker is asked first: ``_SETTLED`` steps show
 what a step takes by way of it, and results in the next ``_PROOFS`` are computed here too, at the same parameters, and
 must be the same to the bit. From then on they are computed here, as long as steps take less time so and such a worker
-is present. What fails here, takes ``_LONGEST_S``, or changes what all of this process works with (``_SETTINGS``), ends
-it for good: workers compute that, and tell what is wrong with it.
+is present; where Python code reads in one thread, it is seen in the same way whether reading and steps better take
+turns. What fails here, takes ``_LONGEST_S``, or changes what all of this process works with (``_SETTINGS``), ends it
+for good: workers compute that, and tell what is wrong with it.
 
 Memory: the model once more, ``MOST_LENT`` result vectors and the activations of one leaf.
 """
@@ -44,7 +45,7 @@ from w5xde_async.users_code import Overdue, time_limit, users_code
 from w5xde_async.wire.messages import Done
 
 _SETTLED = 16  # steps by way of workers, and steps here, of which the medians are compared
-_VARIED = 4 * _SETTLED  # steps here whose seconds vary, since some of them wait for data
+_VARIED = 5 * _SETTLED  # the same, in groups, of steps of which some wait for data that others have with them
 _PROOFS = 4
 _MOST_KINDS = 16  # of workers that are compared
 _MOST_BYTES = 8 << 20  # of a result, and of the model, which is copied on the loop
@@ -137,19 +138,20 @@ class InPlace:
         self.whole = False  #: that is whole steps; else the leases of this worker, or of one that takes its place
         self._sharing = _Ways(first=True)  # steps that are short, but not very (``whole_step_s`` of ``took``)
         self._turns = _Ways(first=True)  # between reading and whole steps, for Python's lock
-        self._passed_over = 0  # steps that are not looked at: what they have was read the other way
-        self._group: list[float] = []  # seconds of the last steps computed here, where some wait for data
+        self._passed_over = 0  # steps that are not looked at
+        # Seconds of the last steps by way of workers, and here, of which there are not enough for a group yet.
+        self._groups: dict[bool, list[float]] = {False: [], True: []}
         self._leaf_s: deque[float] = deque(maxlen=_SETTLED)  # that leaves take here
         self._kind: _Kind | None = None  # its kind
         self._limit = time_limit(_LONGEST_S, stuck=_end)
-        self._settles = self._patience = _SETTLED  # steps by workers before the first one that is compared
+        self._settles = self._patience = self._settling  # steps by workers before the first one that is compared
         self._watched: tuple[Session, Done] | None = None  # whose part of the step under way could be computed here
         self._version = -1  # of the parameters that the engine has
         self._drew = True  # nobody else had the random state, when it was asked for last
         self._lent: list[ResultVector] = []  # vectors in which parts of the step under way lie
         self._batch: Batch | None = None  # of the step under way, where it is computed here
         self._computed = self._compared = False  # the step under way was computed here; in place of a worker, or beside
-        self._there: deque[float] = deque(maxlen=_SETTLED)  # seconds of steps by way of workers
+        self._there: deque[float] = deque(maxlen=self._settling)  # seconds of steps by way of workers
         self._here: list[float] = []  # and of the last that were computed here, until they are compared
 
     # -- whether -------------------------------------------------------------------------------------------
@@ -220,32 +222,44 @@ class InPlace:
     def took(self, seconds: float, leaves: int = 1, whole_step_s: float = 0.0) -> None:
         """A step of so many leaves was committed that long after the one before. One that takes less than
         ``whole_step_s`` need not be shared out."""
-        varies = self._loader.can_take_turns  # from step to step: some wait for data, others do not
         if self._computed and self._passed_over:
             self._passed_over -= 1
         elif self._computed:
-            self._group.append(seconds)
-            if len(self._group) == _SETTLED:
-                self._here += [statistics.fmean(self._group)] * _SETTLED if varies else self._group
-                self._group.clear()
-            if len(self._here) >= (_VARIED if varies else _SETTLED):
-                usual = _most_of if varies else statistics.median
-                step_s, leaf_s = usual(self._here), statistics.median(self._leaf_s)
+            self._count(seconds, here=True)
+            if len(self._here) >= self._settling:
+                step_s, leaf_s = statistics.median(self._here), statistics.median(self._leaf_s)
                 short = leaves * leaf_s + _BESIDE_S < whole_step_s
-                if varies and self.whole and self._turns.took(step_s):
-                    self._passed_over = _SETTLED
+                if self.whole and self._loader.can_take_turns and self._turns.took(step_s):
+                    self._passed_over = _SETTLED  # among them those that have what was read the other way
                 elif short and not (self.whole and self.shares) and self._sharing.took(step_s):
-                    self._by, self._settles = None, _SETTLED
+                    self._by, self._settles = None, self._settling
                     self._there.clear()
-                elif self._there and step_s > _SLOWER * usual(self._there):
+                elif self._there and step_s > _SLOWER * statistics.median(self._there):
                     self._patience = min(4 * self._patience, _MOST_PATIENCE)  # a busy machine may have both later
                     self._settles, self._by = self._patience, None
                 self._here.clear()
         elif self._watched is not None and not self._compared:
             self._settles -= 1
-            self._there.append(seconds)
+            self._count(seconds, here=False)
         self._watched = self._batch = None
         self._computed = self._compared = False
+
+    @property
+    def _settling(self) -> int:
+        """Steps that are compared with as many others."""
+        return _VARIED if self._loader.can_take_turns else _SETTLED
+
+    def _count(self, seconds: float, *, here: bool) -> None:
+        """A step took so long. Where some wait for what others have as well, it counts by the mean of its group, and
+        in the median of the groups: a pause that the machine makes is in one of them."""
+        among, group = self._here if here else self._there, self._groups[here]
+        if not self._loader.can_take_turns:
+            among.append(seconds)
+            return
+        group.append(seconds)
+        if len(group) == _SETTLED:
+            among.extend([statistics.fmean(group)] * _SETTLED)
+            group.clear()
 
     def comes_beside(self, leaves: int, whole_step_s: float) -> None:
         """Another worker takes work, in whose presence a step of so many leaves is shared out that takes longer than
@@ -253,9 +267,8 @@ class InPlace:
         if self._by is None or not self.whole or not self._leaf_s:
             return
         if leaves * statistics.median(self._leaf_s) >= whole_step_s:
-            self._by, self._settles = None, _SETTLED
+            self._by, self._settles = None, self._settling
             self._here.clear()
-            self._group.clear()
             self._there.clear()
 
     # -- how -----------------------------------------------------------------------------------------------
@@ -406,12 +419,6 @@ def _end() -> None:
 
 def _nowhere(bucket: int, vector: object) -> None:
     """Results are taken when the step is complete."""
-
-
-def _most_of(seconds: Iterable[float]) -> float:
-    """Their mean, but for the longest, of whatever else the machine did."""
-    ranked = sorted(seconds)
-    return statistics.fmean(ranked[: len(ranked) - len(ranked) // 8])
 
 
 def _kind(session: Session) -> _Kind | None:
