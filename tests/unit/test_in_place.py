@@ -304,7 +304,7 @@ def test_steps_of_which_some_wait_for_data_go_by_their_groups(here_s: float, sta
         if rig.stands_in:
             assert rig.here(here_s + (50.0 if number == 30 else 0.0))
             if number % 10 == 0:
-                rig.by_worker(worker, 0.6)
+                rig.by_worker(worker, 5.0)
     assert rig.stands_in == stays
 
 
