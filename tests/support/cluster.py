@@ -58,7 +58,10 @@ async def train(
     make_job: Callable[[], Job], *, workers: int = 1, run_dir: Path | None = None, events: list[Event] | None = None,
     **kwargs: Any,
 ) -> RunResult:  # fmt: skip
-    """Run a job to its end; every worker that has joined must have left because the run was finished."""
+    """Run a job to its end; every worker must have left because the run was finished.
+
+    But for those that come to a run in which nothing was left to compute: an evaluation may end it before.
+    """
     bus = Bus()
     if events is not None:
         bus.subscribe(events.append)
@@ -68,8 +71,8 @@ async def train(
         running = [asyncio.create_task(worker.run()) for worker in made]
         try:
             result = await coordinator.wait()
-            there = [task for worker, task in zip(made, running, strict=True) if worker._has_joined]
-            for task in set(running) - set(there):  # an evaluation has ended the run before: it would look for a minute
+            there = [task for worker, task in zip(made, running, strict=True) if worker._has_joined or result.shares]
+            for task in set(running) - set(there):  # it would look for the run for a minute
                 task.cancel()
             departures = await asyncio.gather(*there)
         finally:  # where it failed, they go in their own time

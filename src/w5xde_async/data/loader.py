@@ -174,7 +174,7 @@ class Loader:
         self._heard_at = 0.0  # on the loop's clock: something was read, or the first of these asked for
         self._came: list[tuple[int, Block]] = []
         self._ahead: dict[tuple[int, int], Read | Exception] = {}  # what was read with others that were asked for
-        self._coming: dict[tuple[int, int], _Wanted | None] = {}  # what is being read so, and for whom by now
+        self._coming: dict[tuple[int, int], _Wanted | None] = {}  # what is being read so; who has asked for it by now
         self._turns_before = 0  # what is read in one turn is of steps before this one; 0: nobody takes turns
         self._turn: list[_Wanted] = []  # chunks that were asked for and are read in the next turn
         self._held_leaves = 0  # in the chunks that have been read and not been forgotten
@@ -209,8 +209,8 @@ class Loader:
 
     @property
     def can_take_turns(self) -> bool:
-        """Whether ``take_turns`` changes anything: one thread of this process reads, by code that is not ours, and all
-        that is planned."""
+        """Whether ``take_turns`` changes anything: one thread of this process reads, by code that is not ours, and no
+        sample is left out."""
         reader = self._reader
         one = reader.reads_here and reader.num_readers == 1 and not self._gather
         return one and type(self._sampler) is Sampler and not len(self.bad)
@@ -504,8 +504,9 @@ class Loader:
                 plan, number = self._sampler.plan(step), 0
             for leaf in range(number, plan.num_leaves):
                 place = step, leaf
-                known = place in self._chunks or place in self._ahead or place in self._coming
-                if not known and len(ahead) < most:
+                if len(ahead) >= most:
+                    break
+                if not (place in self._chunks or place in self._ahead or place in self._coming):
                     ahead.append(place)
                     following.append((plan.leaf_indices(leaf), self._seed(plan, leaf)))
         reading = self._reader.read_in_turn(wanted, following, _TURN_S)

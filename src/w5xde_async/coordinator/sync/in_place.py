@@ -45,7 +45,7 @@ from w5xde_async.users_code import Overdue, time_limit, users_code
 from w5xde_async.wire.messages import Done
 
 _SETTLED = 16  # steps by way of workers, and steps here, of which the medians are compared
-_VARIED = 5 * _SETTLED  # the same, in groups, of steps of which some wait for data that others have with them
+_VARIED = 5 * _SETTLED  # the same where one step waits for the data of several: five groups, each by its mean
 _PROOFS = 4
 _MOST_KINDS = 16  # of workers that are compared
 _MOST_BYTES = 8 << 20  # of a result, and of the model, which is copied on the loop
@@ -138,7 +138,7 @@ class InPlace:
         self.whole = False  #: that is whole steps; else the leases of this worker, or of one that takes its place
         self._sharing = _Ways(first=True)  # steps that are short, but not very (``whole_step_s`` of ``took``)
         self._turns = _Ways(first=True)  # between reading and whole steps, for Python's lock
-        self._passed_over = 0  # steps that are not looked at
+        self._passed_over = 0  # steps to come whose seconds do not count
         # Seconds of the last steps by way of workers, and here, of which there are not enough for a group yet.
         self._groups: dict[bool, list[float]] = {False: [], True: []}
         self._leaf_s: deque[float] = deque(maxlen=_SETTLED)  # that leaves take here
@@ -250,8 +250,8 @@ class InPlace:
         return _VARIED if self._loader.can_take_turns else _SETTLED
 
     def _count(self, seconds: float, *, here: bool) -> None:
-        """A step took so long. Where some wait for what others have as well, it counts by the mean of its group, and
-        in the median of the groups: a pause that the machine makes is in one of them."""
+        """A step took so long. Where one step waits for the data of several, it counts by the mean of its group; the
+        groups are compared by their median, since a pause of the machine makes one of them longer."""
         among, group = self._here if here else self._there, self._groups[here]
         if not self._loader.can_take_turns:
             among.append(seconds)
