@@ -183,7 +183,7 @@ async def test_what_cannot_be_read_ends_its_session_and_leaves_the_slot_empty(ga
         junk = bytes(range(64))
         spec = BufferSpec("", "uint8", (len(junk),), "lz4", len(junk))
         await ada.link.send(encode(Result(lease.lease, 0), [(spec, junk)]))
-        await run.until(ada.ended)
+        await run.until(lambda: ada.ended() and ada.all(Refusal))
         (refusal,) = ada.all(Refusal)
         assert "over the limit" in refusal.reason
         assert threading.main_thread() not in gate.threads

@@ -290,7 +290,8 @@ async def test_in_turns_what_follows_is_read_with_what_is_asked_for(
     await reader.loader.aclose()
 
 
-async def test_in_turns_what_cannot_be_read_is_told_when_it_is_needed() -> None:
+async def test_in_turns_what_cannot_be_read_is_told_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_TURN_S", 10.0)
     bad = int(sampler().plan(1).indices[9])
     async with reading(Rows(bad=bad), turns=3) as reader:
         reader.open(0, 1)
