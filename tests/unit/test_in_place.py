@@ -331,19 +331,40 @@ def test_whoever_is_proved_stands_for_those_that_compute_alike() -> None:
     assert not rig.stands_in
 
 
-def test_workers_have_them_again_where_that_is_faster_and_later_it_may_not_be() -> None:
+def test_workers_have_them_again_where_that_is_faster_and_later_it_may_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time in a row for four times as long; one slow moment of the machine costs as few steps as the first."""
+    monkeypatch.setattr(in_place, "_MOST_PATIENCE", 20 * in_place._SETTLED)
     rig, worker = Rig(), session()
     rig.prove(worker)
-    for _ in range(in_place._SETTLED):
-        assert rig.stands_in
-        rig.here(2.0)
-    assert not rig.stands_in
-    for _ in range(4 * in_place._SETTLED):
-        assert not rig.by_worker(worker, 3.0)
-    rig.by_worker(worker, 3.0)
-    for _ in range(2 * in_place._SETTLED):
-        assert rig.stands_in
-        rig.here(2.0)
+
+    def takes(seconds: float) -> None:
+        """So long a step here, until they are compared."""
+        for _ in range(in_place._SETTLED):
+            assert rig.stands_in
+            rig.here(seconds)
+
+    def by_workers(steps: int) -> None:
+        """So many are by way of workers before it is looked at anew."""
+        for _ in range(steps):
+            assert not rig.stands_in
+            assert not rig.by_worker(worker, 3.0)
+        assert rig.by_worker(worker, 3.0)
+
+    takes(2.0)
+    by_workers(in_place._SETTLED)
+    takes(4.0)
+    by_workers(4 * in_place._SETTLED)
+    takes(4.0)
+    by_workers(16 * in_place._SETTLED)
+    takes(2.0)  # is faster
+    takes(4.0)
+    by_workers(in_place._SETTLED)
+    for _ in range(2):
+        takes(2.0)
+    assert rig.stands_in
+    for times in (1, 4, 16, 20, 20):
+        takes(4.0)
+        by_workers(times * in_place._SETTLED)
 
 
 def test_a_few_slow_steps_change_nothing() -> None:

@@ -235,8 +235,10 @@ class InPlace:
                     self._by, self._settles = None, self._settling
                     self._there.clear()
                 elif self._there and step_s > _SLOWER * statistics.median(self._there):
-                    self._patience = min(4 * self._patience, _MOST_PATIENCE)  # a busy machine may have both later
                     self._settles, self._by = self._patience, None
+                    self._patience = min(4 * self._patience, _MOST_PATIENCE)
+                else:  # on a busy machine both take longer at times: once is not for good
+                    self._patience = self._settling
                 self._here.clear()
         elif self._watched is not None and not self._compared:
             self._settles -= 1
