@@ -4,9 +4,10 @@
 
 The gradients are computed here: of the GPT with 10.9M parameters of ``models.py`` (after a few steps of AdamW, on its
 synthetic text) and of the digits CNN of ``examples/digits.py``. They are cut into buckets as a run does, each with the
-matrices that the layout says; a sweep encodes every bucket into pooled memory, decodes it, adds it. One thread unless
-``--threads`` says otherwise. Figures without a prefix are the GPT's (more than a cache holds); ``hot_``: its largest
-bucket alone, again and again; ``cnn_``: the CNN's.
+matrices that the layout says; a sweep encodes every bucket into pooled memory, decodes it, adds it. ``--threads``: so
+many side by side, as a run's coordinator and workers do it, a bucket each. Figures without a prefix are the GPT's (more
+than a cache holds); ``hot_``: its largest bucket alone, again and again; ``cnn_``: the CNN's; ``wide_``, on a device:
+one bucket of 64 MiB, where kernels cost more than to start them.
 
 - ``{codec}_encode_gb_s``, ``{codec}_decode_gb_s``, ``{codec}_add_gb_s``: bytes of float32 over the time of a sweep
 - ``{codec}_ratio``: bytes of float32 over bytes of the encoding, everything included
@@ -36,6 +37,7 @@ from w5xde_async.codecs.feedback import Feedback
 from w5xde_async.codecs.lossless import Lz4
 from w5xde_async.codecs.registry import codec
 from w5xde_async.job import Job
+from w5xde_async.openmp import side_by_side
 from w5xde_async.params.layout import Layout
 
 CODECS = (
@@ -90,18 +92,20 @@ class Sweep:
         self.encoded: list[Encoded] = []
         self.out = [torch.empty_like(bucket) for bucket in buckets]
 
+        self.whole = 4 * sum(bucket.numel() for bucket in buckets)
+
     def encode(self) -> None:
         for old in self.encoded:
             self.pool.give(old.data)
-        self.encoded = [self.codec.encode(bucket, self.pool) for bucket in self.buckets]
+        self.encoded = side_by_side(lambda bucket: self.codec.encode(bucket, self.pool), self.buckets, self.whole)
 
     def decode(self) -> None:
-        for what, out in zip(self.encoded, self.out, strict=True):
-            what.codec.decode(what.data, out)
+        pairs = list(zip(self.encoded, self.out, strict=True))
+        side_by_side(lambda pair: pair[0].codec.decode(pair[0].data, pair[1]), pairs, self.whole)
 
     def add(self) -> None:
-        for what, out in zip(self.encoded, self.out, strict=True):
-            what.codec.add_to(what.data, out)
+        pairs = list(zip(self.encoded, self.out, strict=True))
+        side_by_side(lambda pair: pair[0].codec.add_to(pair[0].data, pair[1]), pairs, self.whole)
 
     def error(self) -> float:
         self.decode()
@@ -199,13 +203,15 @@ def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--codecs", default=CODECS, help="names, separated by commas")
     arguments.add_argument("--device", default="cpu")
-    arguments.add_argument("--threads", type=int, default=1)
+    arguments.add_argument("--threads", type=int, default=1, help="of the CPU, side by side (1)")
     arguments.add_argument("--steps", type=int, default=8, help="optimizer steps before the gradient is taken")
     given = arguments.parse_args()
     names = given.codecs.split(",")
     repeats = 5 if given.quick else 21
     report = Report({"codecs": names, "device": given.device, "threads": given.threads, "steps": given.steps})
     device = torch.device(given.device)
+    if given.threads > 1 and device.type != "cpu":
+        arguments.error("--threads are the CPU's")
     jobs: dict[str, Callable[[], Job]] = {"": lambda: make_job("gpt")}
     examples = Path(__file__).resolve().parents[1] / "examples"
     sys.path.insert(0, str(examples))
@@ -231,6 +237,11 @@ def main() -> None:
             print(f"\nOne bucket of {4 * largest.numel() / 2**20:.1f} MiB again and again: it stays in cache")
             for row in rows(report, names, [largest], 3 * repeats, "hot_"):
                 print(row, flush=True)
+            if device.type != "cpu":
+                wide = torch.cat(buckets * 2)[: 16 << 20]
+                print(f"\nOne bucket of {4 * wide.numel() / 2**20:.0f} MiB")
+                for row in rows(report, names, [wide], repeats, "wide_"):
+                    print(row, flush=True)
             for name in FEEDBACK:
                 print(f"with feedback, {name}: {with_feedback(report, name, buckets, repeats):.2f} GB/s")
     for name, value in report.figures.items():

@@ -67,10 +67,10 @@ class alone:
 def side_by_side(work: Callable[[_T], _R], items: Sequence[_T], nbytes: int) -> list[_R]:
     """``work`` of each item, in order, by as many threads as torch would share one operation out to, each by itself.
 
-    For long rows of operations that are small each: shared out, one waits for all others at every one of them. A
-    version of 124 million values was encoded, 64 Ki at once, in 200 ms by one thread, in 380 by two that shared each
-    operation, in 900 by sixteen, and in 110 by two like this. ``nbytes`` are worked on in all: of few, this thread does
-    them all. Raises what one of the items raises.
+    For long rows of operations that are not shared out at no cost: there, one waits for all others at every one. An
+    operation takes a millisecond at best: where they are small, threads wait for Python's lock between them, and eight
+    are slower than one (int8, 124 million values: 284 ms by one, 625 by eight with 64 Ki at once, 71 with 1 Mi).
+    ``nbytes`` are worked on in all: of few, this thread does them all. Raises what one of the items raises.
     """
     import torch
 
@@ -118,4 +118,4 @@ def _set_num_threads() -> Callable[[int], object] | None:
 _HARD = 2
 _FEW = 4  # cores
 _WORTH_A_THREAD = 4 << 20  # bytes: to start and end one takes 0.1 ms
-_MOST = 8  # threads side by side: Python's lock is held for a tenth of what they do
+_MOST = 8  # threads side by side: they share Python's lock

@@ -59,7 +59,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
         real(self, *args)
 
     monkeypatch.setattr(ReceiveBuffers, "_decode", decode)
-    monkeypatch.setattr(results, "INLINE_BYTES", -1)
+    monkeypatch.setattr(results, "INLINE_CODED_BYTES", -1)
     yield made
     made.open()
 
@@ -103,7 +103,7 @@ async def test_a_large_bucket_is_decoded_in_a_thread_and_a_small_one_on_the_loop
         assert threading.main_thread() not in gate.threads
         gate.threads.clear()
         sizes = [run.prepared.spec.layout.result_nbytes(one) for one in run.prepared.spec.layout.result_buckets]
-        monkeypatch.setattr(results, "INLINE_BYTES", max(sizes))  # as large as that is not large
+        monkeypatch.setattr(results, "INLINE_CODED_BYTES", max(sizes))  # as large as that is not large
         await work(run, worker, version=2)
         assert set(gate.threads) == {threading.main_thread()}
         assert run.applied() == {2.0}

@@ -14,6 +14,7 @@ from tests.support import jobs, programs, reference
 from tests.support.cluster import settings
 from tests.support.processes import programs as processes
 
+from w5xde_async.compute.program import sandbox as sandboxes
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import ExitCode
@@ -168,6 +169,26 @@ async def test_without_the_jobs_code(name: str) -> None:
     result, _ = await train(job, settings(code_free=True, max_time_s=100.0), without_code=True)
     _, losses = reference.train(programs.TRACEABLE[name](), result.step)
     assert result.loss == pytest.approx(losses[-1], rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(sandboxes.unsupported(DEVICE) != "", reason=sandboxes.unsupported(DEVICE))
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+async def test_the_same_bits_in_a_sealed_process(name: str) -> None:
+    digests = []
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        for sandbox in ("off", "on"):
+            given = WorkerConfig(device=str(DEVICE), connect_timeout_s=60.0, sandbox=sandbox, deterministic=True)
+            config = settings(code_free=True, max_time_s=100.0)
+            async with Coordinator(programs.TRACEABLE[name](), config=config) as coordinator:
+                running = asyncio.create_task(Worker(coordinator.address, config=given).run())
+                digests.append((await coordinator.wait()).digest)
+                assert await running is Departure.FINISHED
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert digests[0] == digests[1]
 
 
 ASSERTING = """

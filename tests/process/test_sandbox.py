@@ -23,6 +23,7 @@ from tests.unit.test_program_hostile import BIG, HOSTILE
 
 from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.program import sandbox as sandboxes
+from w5xde_async.compute.program import sealing
 from w5xde_async.compute.program.sandbox import Sandbox, Sandboxed
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import DeviceLost, ProgramKilled, ProgramRefused
@@ -70,6 +71,38 @@ def test_what_computing_takes_is_let_through(tried: dict[str, str]) -> None:
     assert {name: tried[name] for name in HARMLESS} == {
         "nothing": "0", "its number": "True", "a name of a thread": "0", "another filter": "-1", "memory": str(1 << 20),
     }  # fmt: skip
+
+
+OPENED = """
+import os, sys
+from w5xde_async.compute.program import sealing
+
+def tried(path):
+    try:
+        with open(path, "w") as file:
+            file.write("named")
+    except OSError as error:
+        return type(error).__name__
+    return "written"
+
+sealing.restrict_files([sys.prefix, "/proc"], ["/dev/null"])
+name = f"/proc/self/task/{os.getpid()}/comm"
+print(tried(name), tried("/dev/null"), tried("/proc/self/coredump_filter"), tried("here"))
+sealing.restrict_files()
+print(tried(name), tried("/dev/null"))
+"""
+
+
+def test_whoever_may_use_devices_may_name_its_threads(tmp_path: Path) -> None:
+    """Without a name for a thread of its own CUDA's driver says that there is no device."""
+    said = subprocess.run(
+        [forking.PYTHON, "-c", OPENED], cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True, capture_output=True, text=True, timeout=60,
+    ).stdout.split()  # fmt: skip
+    if sealing.landlock_abi():
+        assert said == ["written"] * 2 + ["PermissionError"] * 4
+    else:
+        assert set(said) == {"written"}
 
 
 # -- what it computes
@@ -186,6 +219,7 @@ def has_no_secret(place: Path) -> None:
     said = (place / "status").read_text()
     assert "Seccomp:\t2" in said
     assert "NoNewPrivs:\t1" in said
+    assert (place / "oom_score_adj").read_text() == "1000\n"
     limits = (place / "limits").read_text()
     assert limits.split("Max core file size")[1].split()[:2] == ["0", "0"]
     assert limits.split("Max file size")[1].split()[:2] == ["0", "0"]

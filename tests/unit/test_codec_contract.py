@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from w5xde_async.codecs import codec as codec_module
 from w5xde_async.codecs.codec import BytePool, Codec, Encoded, as_view, pieces
 from w5xde_async.codecs.names import NAMES as HELP_NAMES
 from w5xde_async.codecs.registry import codec
@@ -53,6 +54,12 @@ def decoded(what: Encoded, numel: int) -> Tensor:
 
 def bits(values: Tensor) -> Tensor:
     return values.view(torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of a quarter of a megabyte are worked on in several pieces."""
+    monkeypatch.setattr(codec_module, "_CPU_CHUNK", 1 << 16)
 
 
 @pytest.fixture(params=NAMES)
@@ -246,6 +253,19 @@ def test_pieces_cover_everything_once() -> None:
     assert list(ends(0, "cpu")) == []
     assert list(ends(65537, "cpu")) == [(0, 65536), (65536, 65537)]
     assert list(ends(65537, "cuda")) == [(0, 65537)]
+
+
+def test_how_much_is_worked_on_at_once_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    numel = 3 * 65536 + 4096 + 301
+    found = []
+    for chunk in (1 << 12, 1 << 16, 1 << 20):
+        monkeypatch.setattr(codec_module, "_CPU_CHUNK", chunk)
+        what = encoded(name, gradient(numel))
+        sums = gradient(numel, seed=1)
+        what.codec.add_to(what.data, sums, alpha=-1.0)
+        found.append((what.data, bits(decoded(what, numel)), bits(sums)))
+    for other in found[1:]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[0], other, strict=True))
 
 
 def test_bytes_at_odd_places_are_read(name: str) -> None:

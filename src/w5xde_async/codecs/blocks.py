@@ -50,6 +50,7 @@ class _Blocks(Codec):
 
     block: int
     bits: int
+    _work = 1  # vectors to quantise in
 
     def encoded_nbytes(self, numel: int) -> int:
         """Exactly ceil(n * bits / 8) + 4 ceil(n / block)."""
@@ -58,12 +59,12 @@ class _Blocks(Codec):
     def _write(self, values: Tensor, out: Tensor) -> int:
         nbytes = self.encoded_nbytes(values.numel())
         scales, codes = self._sections(out[:nbytes], values.numel())
-        work = scratch_for(values.numel(), values.device)
+        work = scratch_for(values.numel(), values.device, vectors=self._work)
         for piece in pieces(values.numel(), values.device):
             for part in self._even(piece):
                 rows, width, where, coded = self._rows(part)
                 self._quantise(
-                    values[part].view(rows, width), work[: part.stop - part.start].view(rows, width),
+                    values[part].view(rows, width), work[:, : part.stop - part.start].view(-1, rows, width),
                     scales[where], codes[coded].view(rows, -1),
                 )  # fmt: skip
         self._finish(scales, codes)
@@ -104,7 +105,8 @@ class _Blocks(Codec):
         scales.clamp_min_(_TINY)
 
     @abstractmethod
-    def _quantise(self, x: Tensor, work: Tensor, scales: Tensor, codes: Tensor) -> None: ...
+    def _quantise(self, x: Tensor, work: Tensor, scales: Tensor, codes: Tensor) -> None:
+        """``x`` [rows, width], ``work`` [vectors, rows, width] of undefined content."""
 
     @abstractmethod
     def _restore(self, codes: Tensor, scales: Tensor, out: Tensor) -> None: ...
@@ -131,9 +133,10 @@ class Int8(_Blocks):
     block, bits = 256, 8
 
     def _quantise(self, x: Tensor, work: Tensor, scales: Tensor, codes: Tensor) -> None:
-        self._largest(torch.abs(x, out=work), scales)
-        torch.mul(x, (127.0 / scales)[:, None], out=work)
-        codes.view(torch.int8).copy_(work.round_())
+        (scaled,) = work
+        self._largest(torch.abs(x, out=scaled), scales)
+        torch.mul(x, (127.0 / scales)[:, None], out=scaled)
+        codes.view(torch.int8).copy_(scaled.round_())
 
     def _finish(self, scales: Tensor, codes: Tensor) -> None:
         super()._finish(scales, codes)
@@ -148,20 +151,21 @@ class Int4(_Blocks):
 
     name = "int4"
     block, bits = 256, 4
+    _work = 2
 
     def _quantise(self, x: Tensor, work: Tensor, scales: Tensor, codes: Tensor) -> None:
-        self._largest(torch.abs(x, out=work), scales)
+        y, other = work
+        self._largest(torch.abs(x, out=y), scales)
         # With y = 4/3 |x| / m: 2^-j is the nearest power of m from y = 2^-j on, so its exponent is floor(log2(y)).
-        work.mul_(((4 / 3) / scales)[:, None])
+        y.mul_(((4 / 3) / scales)[:, None])
         # 0 and 1/64 meet at y = 1/96: from there on y is lifted to 1/64.
-        torch.maximum(work, (work * 1.5).clamp_max_(1 / 64), out=work)
-        exponents = work.view(torch.int32).bitwise_right_shift_(23).sub_(120).clamp_(0, 7)
-        signs = torch.bitwise_right_shift(x.view(torch.int32), 28).bitwise_and_(8)
-        exponents.bitwise_or_(signs)
-        nibbles = torch.empty(x.shape[0], 2 * codes.shape[1], dtype=torch.uint8, device=x.device)
-        nibbles[:, x.shape[1] :] = 0
-        nibbles[:, : x.shape[1]].copy_(exponents)
-        pack(nibbles, 4, codes)
+        torch.maximum(y, torch.mul(y, 1.5, out=other).clamp_max_(1 / 64), out=y)
+        nibbles = y.view(torch.int32).bitwise_right_shift_(23).sub_(120).clamp_(0, 7)
+        signs, width = other.view(torch.int32), codes.shape[1]
+        nibbles.bitwise_or_(torch.bitwise_right_shift(x.view(torch.int32), 28, out=signs).bitwise_and_(8))
+        high = nibbles[:, width:]  # an odd block has one less
+        nibbles[:, : high.shape[1]].bitwise_or_(torch.bitwise_left_shift(high, 4, out=signs[:, width:]))
+        codes.copy_(nibbles[:, :width])
 
     def _restore(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         rows, width = codes.shape
@@ -182,9 +186,10 @@ class Sign(_Blocks):
     needs_feedback = True
 
     def _quantise(self, x: Tensor, work: Tensor, scales: Tensor, codes: Tensor) -> None:
+        (parts,) = work
         # Divided before they are summed: a sum of finite values may be infinite, their mean may not.
-        torch.abs(x, out=work).mul_(1.0 / x.shape[1])
-        torch.sum(work, 1, out=scales)
+        torch.abs(x, out=parts).mul_(1.0 / x.shape[1])
+        torch.sum(parts, 1, out=scales)
         if x.device.type == "cpu":  # ten times as fast as torch's shifts
             packed = np.packbits(np.less(x.numpy(), 0), axis=1, bitorder="little")
             codes.copy_(torch.from_numpy(packed))

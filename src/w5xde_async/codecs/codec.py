@@ -30,8 +30,9 @@ from torch import Tensor
 
 from w5xde_async.errors import FrameTooLarge, MalformedFrame
 
-CHUNK = 1 << 16
-"""Elements worked on at once on a CPU: 256 KiB of float32 and its temporaries stay in a core's own cache."""
+_CPU_CHUNK = 1 << 20
+"""Elements worked on at once on a CPU: a default bucket. Of less, it is calls of operators that cost, and threads side
+by side wait for Python's lock between them."""
 _DEVICE_CHUNK = 1 << 24  # elsewhere the start of a kernel is what costs
 _CLASS_BYTES = 1 << 12
 
@@ -178,15 +179,18 @@ def check_values(values: Tensor) -> None:
 
 
 def pieces(numel: int, device: torch.device) -> Iterator[slice]:
-    """The slices that a loop over a bucket works on at once; all but the last are multiples of ``CHUNK``."""
-    step = CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+    """The slices that a loop over a bucket works on at once; all but the last are of whole blocks."""
+    step = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     for start in range(0, numel, step):
         yield slice(start, min(start + step, numel))
 
 
-def scratch_for(numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Room for the largest of ``pieces(numel, device)``."""
-    return torch.empty(min(numel, CHUNK if device.type == "cpu" else _DEVICE_CHUNK), dtype=dtype, device=device)
+def scratch_for(
+    numel: int, device: torch.device, dtype: torch.dtype = torch.float32, *, vectors: int | None = None
+) -> Tensor:
+    """Room for the largest of ``pieces(numel, device)``; with ``vectors`` for so many of them, [vectors, elements]."""
+    most = min(numel, _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK)
+    return torch.empty(most if vectors is None else (vectors, most), dtype=dtype, device=device)
 
 
 def brought(encoded: Encoded, pool: BytePool, *others: tuple[Tensor, Tensor]) -> Encoded:

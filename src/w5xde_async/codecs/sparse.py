@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 
 from w5xde_async.codecs.blocks import pack, unpack
-from w5xde_async.codecs.codec import CHUNK, Codec, pieces, scratch_for
+from w5xde_async.codecs.codec import Codec, pieces, scratch_for
 from w5xde_async.errors import MalformedFrame
 
+_INDEXED = 1 << 16  # values that a 16-bit index reaches
 _MAGNITUDE = 0x7FFFFFFF  # of float32; as integers magnitudes keep their order, and NaN is above infinity
 _SAMPLE_STRIDE = 61  # prime: no row length of a matrix is in step with it
 
@@ -54,11 +55,11 @@ class TopK(Codec):
 
     def encoded_nbytes(self, numel: int) -> int:
         """At most 4 ceil(n / 65536) + 6 ceil(fraction n)."""
-        return 4 * -(-numel // CHUNK) + 6 * self.kept(numel)
+        return 4 * -(-numel // _INDEXED) + 6 * self.kept(numel)
 
     def _write(self, values: Tensor, out: Tensor) -> int:
         chosen = _largest(values, self.kept(values.numel()))
-        num_chunks, count = -(-values.numel() // CHUNK), chosen.numel()
+        num_chunks, count = -(-values.numel() // _INDEXED), chosen.numel()
         counts = torch.bincount(chosen.bitwise_right_shift(16), minlength=num_chunks)
         out[: 4 * num_chunks].view(torch.int32).copy_(counts)
         split = 4 * num_chunks + 4 * count
@@ -67,7 +68,7 @@ class TopK(Codec):
         return split + 2 * count
 
     def _read(self, data: Tensor, target: Tensor, alpha: float | None) -> None:
-        num_chunks = -(-target.numel() // CHUNK)
+        num_chunks = -(-target.numel() // _INDEXED)
         if data.numel() < 4 * num_chunks or (data.numel() - 4 * num_chunks) % 6:
             raise MalformedFrame(f"{self.name} bucket of {data.numel()} bytes")
         count = (data.numel() - 4 * num_chunks) // 6
@@ -76,7 +77,7 @@ class TopK(Codec):
             raise MalformedFrame(f"{self.name} bucket: its chunks do not add up to {count} values")
         split = 4 * num_chunks + 4 * count
         low = data[split:].view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
-        chunk = torch.arange(num_chunks, device=data.device).mul_(CHUNK).repeat_interleave(counts)
+        chunk = torch.arange(num_chunks, device=data.device).mul_(_INDEXED).repeat_interleave(counts)
         _scatter(self.name, low.add_(chunk), data[4 * num_chunks : split].view(torch.float32), target, alpha)
 
 
@@ -114,7 +115,7 @@ def _kth_largest(magnitudes: Tensor, count: int) -> int:
 
 def _sampled_threshold(values: Tensor, count: int) -> int:
     """A magnitude (as an integer, at least 1) that somewhat more than ``count`` values reach, most likely."""
-    sample = values[:: _SAMPLE_STRIDE if values.numel() >= CHUNK else 1]
+    sample = values[:: _SAMPLE_STRIDE if values.numel() >= _INDEXED else 1]
     expected = count * sample.numel() / max(1, values.numel())
     place = math.ceil(expected + 3 * math.sqrt(expected) + 1)
     if place >= sample.numel():

@@ -35,6 +35,7 @@ def main() -> int:
     threading.Thread(target=_end_with_stdin, name="w5xde-parent", daemon=True).start()
     cuda = device.startswith("cuda")
     try:
+        sealing.go_first()
         sealing.restrict_files(_needed_to_import(), _DEVICES if cuda else ("/dev/null",))
         # Libraries make folders for caches as they are imported, which nothing here may: they get one that is there.
         tempfile.tempdir = os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/"

@@ -107,12 +107,15 @@ def _prctl(option: int, value: int) -> None:
     _called(_libc().prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")
 
 
-def hide() -> None:
-    """No privilege is gained from here on, nobody of the same user looks into this process, and it is ended first where
-    memory runs out."""
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+def go_first() -> None:
+    """The kernel ends this process before others where memory runs out. Before any ``restrict_files``."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+
+
+def hide() -> None:
+    """No privilege is gained from here on, and nobody of the same user looks into this process."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
@@ -177,8 +180,9 @@ def _program(column: int, architecture: int, *, devices: bool) -> list[bytes]:
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
-_IOCTL = 1 << 15
-_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | (1 << 14) | _IOCTL
+_TRUNCATE, _IOCTL = 1 << 14, 1 << 15
+_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
+_OWN_THREADS = "/proc/self/task"
 #: Rights to handle by version of the interface: on files, on TCP, and what is kept to the process itself.
 _FS_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
 _FS_NEWEST, _NET, _SCOPES = (1 << 16) - 1, 0b11, 0b11
@@ -194,7 +198,12 @@ def landlock_abi() -> int:
 
 def restrict_files(readable: Iterable[str | Path] = (), devices: Iterable[str | Path] = ()) -> int:
     """From here on this thread, and those that it starts, open nothing but ``readable`` files and folders and
-    ``devices``; no TCP, no signals and no abstract sockets beyond the process. The version of Landlock; 0: none."""
+    ``devices``; no TCP, no signals and no abstract sockets beyond the process. The version of Landlock; 0: none.
+
+    With ``devices`` also what /proc has of the process' threads, to write it: CUDA's driver names its own there, and
+    where it may not, it says that there is no device.
+    """
+    devices = list(devices)
     abi = landlock_abi()
     if not abi:
         return 0
@@ -209,6 +218,8 @@ def restrict_files(readable: Iterable[str | Path] = (), devices: Iterable[str | 
     try:
         allowed = [(path, _EXECUTE | _READ_FILE | _READ_DIR) for path in readable]
         allowed += [(path, _READ_FILE | _READ_DIR | _WRITE_FILE | _IOCTL) for path in devices]
+        if devices:
+            allowed.append((_OWN_THREADS, _READ_FILE | _READ_DIR | _WRITE_FILE | _TRUNCATE))
         for path, access in allowed:
             try:
                 place = os.open(path, os.O_PATH | os.O_CLOEXEC)

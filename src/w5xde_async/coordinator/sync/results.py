@@ -38,8 +38,9 @@ from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Done, Failed, Result, VerdictCode
 
-#: Buckets of at most this much are unpacked on the loop: that takes about as long as the way to a thread.
-INLINE_BYTES = 4 << 20
+#: Buckets of at most this much are unpacked on the loop: that takes about as long as the way to a thread. A codec takes
+#: several times as long as a copy.
+INLINE_BYTES, INLINE_CODED_BYTES = 4 << 20, 1 << 20
 
 
 class _Doubt(NamedTuple):
@@ -186,7 +187,8 @@ class Results:
         Small buckets are decoded on the loop: about as fast as they were received, and still in the cache.
         """
         grant = self._ledger.held_by(session.worker_id, result.lease)
-        if grant is None or self._layout.result_nbytes(self._layout.result_buckets[result.bucket]) <= INLINE_BYTES:
+        most = INLINE_CODED_BYTES if self._receive_buffers.receives(session) else INLINE_BYTES
+        if grant is None or self._layout.result_nbytes(self._layout.result_buckets[result.bucket]) <= most:
             return None
         if session.shard is not None:
             if not self._receive_buffers.receives(session):
