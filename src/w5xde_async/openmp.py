@@ -31,6 +31,15 @@ def spin_briefly() -> None:
         os.environ[_SPINS] = "1000" if (os.cpu_count() or 1) <= _FEW else "10000"  # 1000: some 20 to 50 us
 
 
+def keep_to(cores: int) -> None:
+    """Have torch compute with at most so many threads, in this one and in all that start later, unless the environment
+    says with how many."""
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cores:
+        torch.set_num_threads(cores)
+
+
 def release_helpers() -> None:
     """End the threads that help this one to compute; it gets others where it needs them again.
 

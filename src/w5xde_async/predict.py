@@ -11,7 +11,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from w5xde_async.compute.machine import usable_cores
 from w5xde_async.errors import ExitCode
+from w5xde_async.openmp import keep_to
 from w5xde_async.process import launch
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    else:
+        keep_to(usable_cores())
     job = load_job(settings.job)
 
     async def tell() -> int:

@@ -1,12 +1,15 @@
-"""How much memory a process may use: control groups of both versions, made of files."""
+"""How much memory and how many cores a process may use: control groups of both versions, made of files."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from w5xde_async.compute.machine import machine_memory_bytes
+from w5xde_async.compute.machine import machine_memory_bytes, usable_cores
+from w5xde_async.openmp import keep_to
 
 UNLIMITED = 0x7FFFFFFFFFFFF000  # as version 1 writes it
 
@@ -35,3 +38,40 @@ def test_the_least_limit_counts(groups: str, files: dict[str, str], expected: in
     plain = machine_memory_bytes(tmp_path / "nothing")
     assert plain > 1 << 26
     assert machine_memory_bytes(made(tmp_path, groups, files)) == (plain if expected is None else expected)
+
+
+V1 = "sys/fs/cgroup/cpu"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", {"sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
+        ("0::/\n", {"sys/fs/cgroup/cpu.max": "250000 100000\n"}, 3),  # 2.5 are more than two
+        ("0::/a/b\n", {"sys/fs/cgroup/a/cpu.max": "400000 200000\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, 2),
+        ("0::/gone/on/the/host\n", {"sys/fs/cgroup/cpu.max": "700000 100000\n"}, 7),
+        ("2:cpu,cpuacct:/x\n0::/\n", {f"{V1}/x/cpu.cfs_quota_us": "150000", f"{V1}/x/cpu.cfs_period_us": "50000"}, 3),
+        ("2:cpu:/\n", {f"{V1}/cpu.cfs_quota_us": "-1\n", f"{V1}/cpu.cfs_period_us": "100000\n"}, 8),
+        ("3:cpuset:/\n", {"sys/fs/cgroup/cpuset/cpu.cfs_quota_us": "1", f"{V1}/cpu.max": "1 1"}, 8),
+        ("0::/\n", {"sys/fs/cgroup/cpu.max": "max 100000\n"}, 8),
+        ("0::/\n", {"sys/fs/cgroup/cpu.max": "100000 0\n"}, 8),
+        ("odd\n\n", {"sys/fs/cgroup/cpu.max": "\n"}, 8),
+    ],
+)
+def test_the_least_quota_of_cores_counts(
+    groups: str, files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    assert usable_cores(made(tmp_path, groups, files)) == expected
+
+
+def test_torch_keeps_to_the_cores_unless_the_environment_says_how_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(3)
+    keep_to(4)
+    assert torch.get_num_threads() == 3
+    keep_to(2)
+    assert torch.get_num_threads() == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    keep_to(1)
+    assert torch.get_num_threads() == 2

@@ -1,8 +1,11 @@
-"""How much memory there is: the machine's, or less where a control group has less (a container's limit). No torch."""
+"""How much memory and how many cores there are: the machine's, or less where a control group has less (a container's
+limit). No torch."""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 _UNKNOWN = 16 << 30
@@ -14,7 +17,17 @@ def machine_memory_bytes(root: Path = Path("/")) -> int:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not on Windows
         physical = _UNKNOWN
-    return min((physical, *_limits(root)))
+    return min((physical, *_memory_limits(root)))
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores' worth of time that this process may use, rounded up: as many threads compute at once. Blocking.
+
+    What the scheduler lets it run on, or less where a control group has a quota: torch looks at the former alone, and
+    threads beyond the quota stand still in turn while the others wait for them at every operation.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min((cores, *_quotas(root))))
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
@@ -25,25 +38,40 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     return min(most, int(value) * 1024) if value.isdecimal() and unit == "kB" else most
 
 
-def _limits(root: Path) -> list[int]:
-    """Of the process's control group and of those above it, in either version's form."""
+def _memory_limits(root: Path) -> list[int]:
+    texts = [
+        _read(group / ("memory.max" if newer else "memory.limit_in_bytes")).strip()
+        for group, newer in _groups(root, "memory")
+    ]
+    return [int(text) for text in texts if text.isascii() and text.isdigit() and int(text)]
+
+
+def _quotas(root: Path) -> list[int]:
+    """In cores, rounded up."""
     found = []
+    for group, newer in _groups(root, "cpu"):
+        if newer:
+            fields = _read(group / "cpu.max").split()
+        else:
+            fields = [_read(group / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        if len(fields) == 2 and all(field.isascii() and field.isdigit() and int(field) for field in fields):
+            found.append(math.ceil(int(fields[0]) / int(fields[1])))
+    return found
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """The folders of the process's control group and of those above it, and whether they have the second version's
+    form."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
-        if not controllers:
-            mount, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         # Inside a container the path may be the host's, where nothing is: the top is then the container's own.
         inside = PurePosixPath(group.lstrip("/"))
         for part in (inside, *inside.parents):
-            text = _read(mount / part / name).strip()
-            if text.isascii() and text.isdigit() and int(text):
-                found.append(int(text))
-    return found
+            yield mount / part, not controllers
 
 
 def _read(path: Path) -> str:

@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from w5xde_async.compute.machine import usable_cores
 from w5xde_async.errors import ExitCode, W5xdeError
-from w5xde_async.openmp import spin_briefly
+from w5xde_async.openmp import keep_to, spin_briefly
 from w5xde_async.process import attach, exit_code_of, launch, listening, memory_reports, signals, stop_came_early
 
 if TYPE_CHECKING:
@@ -192,6 +193,8 @@ def _loaded(settings: CoordinatorSettings, reference: str) -> Job:
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    else:
+        keep_to(usable_cores())
     job = load_job(reference)
     if stop_came_early():
         raise KeyboardInterrupt

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from w5xde_async.compute.machine import usable_cores
 from w5xde_async.config import NAME, PATH, TIME, YES_OR_NO, one_of, same_as, setting, text, whole
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError, need
@@ -33,10 +34,6 @@ Exit codes: 0 finished or stopped in good order, 1 error, 2 wrong usage or job,
 SIGUSR1, a notice), 130 second Ctrl-C or SIGTERM."""
 _CLOUD = r"off|auto|(aws|gcp|azure)(=http://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,4}|:[1-5]\d{4}|:6[0-4]\d{3})?(/\S*)?)?"
 _JOB = text("FILE.py:NAME or MODULE:NAME", "JOB")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +71,11 @@ class CoordinatorSettings(Program):
     )
     dashboard: bool = setting(True, "show the run in a browser", YES_OR_NO, "watching")
     threads: int | None = setting(
-        None, "torch's threads in the coordinator itself", whole(1), "program", shown="torch's choice"
+        None,
+        "torch's threads in the coordinator itself",
+        whole(1),
+        "program",
+        shown="torch's choice, at most the container's cores",
     )
     data_dir: Path | None = same_as(WorkerConfig, "data_dir")  # of the workers on this machine
 
@@ -84,7 +85,7 @@ class CoordinatorSettings(Program):
         stem = Path(target).stem if target.endswith(".py") else target.rpartition(".")[2]
         name = values["name"] or (values["run_dir"].name if values["run_dir"] is not None else "") or stem or "run"
         workers, threads = max(values["workers"], 1), os.environ.get("OMP_NUM_THREADS", "")
-        own = int(threads) if threads.isdecimal() and int(threads) else max(1, _cores() // workers)
+        own = int(threads) if threads.isdecimal() and int(threads) else max(1, usable_cores() // workers)
         return {"name": name, "run_dir": Path("runs") / name, "min_workers": workers, "worker_threads": own}
 
     def require(self) -> None:

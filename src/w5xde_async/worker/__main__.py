@@ -21,8 +21,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from w5xde_async.cluster.worker_processes import PRESTARTED, TELLS_ID, telling
+from w5xde_async.compute.machine import usable_cores
 from w5xde_async.errors import DeviceLost, ExitCode, RefusalCode, Refused, Unreachable, UsageError, W5xdeError
-from w5xde_async.openmp import spin_briefly
+from w5xde_async.openmp import keep_to, spin_briefly
 from w5xde_async.process import CTRL_C, attach, exit_code_of, launch, memory_reports, signals, use_batch_scheduling
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ def _work(
     from w5xde_async.worker.connection.connection import Departure, RunFailed
     from w5xde_async.worker.service import Worker
 
+    if config.threads is None:
+        keep_to(usable_cores())
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         use_batch_scheduling()
     if settings.job is not None and job is None:
@@ -406,7 +409,7 @@ def _supervise(
             "trust with it (--island-interface)"
         )
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
 
     async def meet(volunteer: Volunteer) -> Rendezvous:
         logger.info("waiting for the other members of an island shape=%s", shape)

@@ -61,7 +61,11 @@ class WorkerConfig(SecurityConfig):
     )  # fmt: skip
     device: str = setting("auto", _DEVICE.accepts, _DEVICE, "machine")
     threads: int | None = setting(
-        None, "torch's threads", whole(1), "machine", shown="torch's choice, 1 for short steps"
+        None,
+        "torch's threads",
+        whole(1),
+        "machine",
+        shown="torch's choice, at most the container's cores, 1 for short steps",
     )
     compile: bool = setting(False, "torch.compile the step where that pays; gives other bits", YES_OR_NO, "machine")
     deterministic: bool = setting(

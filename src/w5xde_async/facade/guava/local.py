@@ -7,7 +7,6 @@ one they compute in this process after all, and take turns, since the random sta
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,6 +14,7 @@ import torch
 
 from w5xde_async.cluster.task_workers import TaskWorkers
 from w5xde_async.cluster.worker_processes import LocalWorkers
+from w5xde_async.compute.machine import usable_cores
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.job import Job
 from w5xde_async.worker.config import WorkerConfig
@@ -38,7 +38,7 @@ async def local_workers(coordinator: Coordinator, job: Job, token: str, count: i
         logger.warning("the workers compute in this process and take turns reason=%s", reason.splitlines()[0])
         here.start(count)
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     processes = LocalWorkers(
         0,
         address=coordinator.address,

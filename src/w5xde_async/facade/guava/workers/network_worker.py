@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from w5xde_async.cluster.island_processes import IslandProcesses
+from w5xde_async.compute.machine import usable_cores
 from w5xde_async.config import NAME, PATH, TIME, one_of, whole
 from w5xde_async.errors import ExitCode, UsageError, W5xdeError
 from w5xde_async.facade import arguments
@@ -145,7 +146,7 @@ class NetworkWorker:
 
         server = await asyncio.to_thread(self._place.now, self._config)  # it may not have been there before
         arguments, environment = self._of_rank(shape, server)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = usable_cores()
         processes = IslandProcesses(
             shape, arguments, threads=cores, meet=meet, host=self._host, environment=environment
         )  # fmt: skip
