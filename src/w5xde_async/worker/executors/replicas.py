@@ -19,7 +19,9 @@ from w5xde_async.compute.block import ComputedBlock, Emit, Task
 from w5xde_async.compute.inner import build_inner, set_scheduled
 from w5xde_async.compute.program.sandbox import Computing
 from w5xde_async.errors import MalformedFrame
+from w5xde_async.openmp import side_by_side
 from w5xde_async.params.flat import ResultVector, ordered
+from w5xde_async.params.layout import Bucket
 from w5xde_async.updates.fragments import Fragment
 from w5xde_async.updates.outer import bucket_fragments
 from w5xde_async.updates.streaming import StreamingReplica
@@ -54,12 +56,14 @@ class FollowingReplica:
         if self.version != published.version:
             changed = sorted(published.touched)
             published.touched.clear()
-            for number in changed:
-                bucket = self._engine.layout.buckets[number]
-                self._engine.incoming.bucket(bucket).copy_(published.state.bucket(bucket))
+            buckets = [self._engine.layout.buckets[number] for number in changed]
+            side_by_side(self._copy, buckets, sum(self._engine.layout.state_nbytes(bucket) for bucket in buckets))
             self._engine.load(changed)
             self.version = published.version
         return self._engine.compute(task, emit)
+
+    def _copy(self, bucket: Bucket) -> None:
+        self._engine.incoming.bucket(bucket).copy_(self.published.state.bucket(bucket))
 
     def settle(self, leases: Sequence[int], code: int) -> None:
         """What is refused is leased again."""
