@@ -82,7 +82,12 @@ class _Early:
         if self._stops:
             if again:
                 os._exit(ExitCode.INTERRUPTED_TWICE)
-            raise KeyboardInterrupt(_reason(number))
+            raise _Interrupt(_reason(number))
+
+
+class _Interrupt(KeyboardInterrupt):
+    """By another name: where KeyboardInterrupt itself leaves ``exec`` of a text, as dataclasses have it while modules
+    are imported, Python ends its process by SIGINT in the end, whatever the exit code was to be (``python -m``)."""
 
 
 class _Ending:
@@ -238,7 +243,7 @@ def launch(
             raise UsageError(_NO_JOIN_SECRET)
         body = prepare(settings, token)
         if stops.came is not None:  # the job's own code has swallowed the interrupt
-            raise KeyboardInterrupt
+            raise _Interrupt
 
         async def run() -> int:
             nonlocal code, failure
@@ -256,15 +261,16 @@ def launch(
 
         with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
             return runner.run(run())
-    except KeyboardInterrupt:
-        if code is not None:  # the program had ended, and waited for its threads
+    except (KeyboardInterrupt, Exception) as error:
+        if code is not None and isinstance(error, KeyboardInterrupt):  # it had ended, and waited for its threads
             return code
-        code = exit_code_of(CTRL_C if stops.came is None else _reason(stops.came), exit_on_drain)
-        _complain(prog, "stopped before it began", code, as_json)
-        return code
-    except W5xdeError as error:
-        return _fail(prog, error, as_json)
-    except Exception as error:
+        # Whoever swallowed an early interrupt may have failed of what it left undone.
+        if isinstance(error, KeyboardInterrupt) or (code is None and stops.came is not None):
+            code = exit_code_of(CTRL_C if stops.came is None else _reason(stops.came), exit_on_drain)
+            _complain(prog, "stopped before it began", code, as_json)
+            return code
+        if isinstance(error, W5xdeError):
+            return _fail(prog, error, as_json)
         if not _lacks_threads(error):
             raise
         if code is not None:  # the program had ended, and its loop wanted a thread to wait for others

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from dataclasses import replace
@@ -52,6 +53,26 @@ class Stumbling(torch.optim.SGD):
             self.param_groups[0]["params"][0].data.fill_(7.0)
             raise ArithmeticError("stumbled")
         super().step(*args, **kwargs)
+
+
+async def test_a_finished_run_without_its_model_has_failed_and_the_next_start_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    events = list[Event]()
+    with monkeypatch.context() as patch:
+        patch.setattr("w5xde_async.coordinator.run.shutdown.export_model", full)
+        with pytest.raises(StoreError, match=r"the model was not written: .* No space left .*the last checkpoint has"):
+            await train(jobs.mlp_sgd, run_dir=tmp_path / "run", events=events)
+    ends = [event for event in events if isinstance(event, RunFinished)]
+    assert [(event.outcome, event.model_path) for event in ends] == [("finished", "")]
+    async with Coordinator(jobs.mlp_sgd(), run_dir=tmp_path / "run", config=settings()) as coordinator:
+        again = await coordinator.wait()
+    assert (again.outcome, again.digest) == ("finished", ends[0].digest)
+    assert again.model_path == tmp_path / "run" / "model.safetensors"
+    assert again.model_path.is_file()
 
 
 async def test_an_optimizer_that_raises_ends_the_run_and_nothing_half_updated_is_saved(tmp_path: Path) -> None:

@@ -7,11 +7,15 @@ import ctypes
 import os
 import platform
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import forking
 
 from w5xde_async.errors import ExitCode, UsageError
 from w5xde_async.process import (
@@ -44,6 +48,39 @@ def test_a_second_stop_before_the_beginning_ends_at_once(monkeypatch: pytest.Mon
     with pytest.raises(Ended) as ended:
         stops(signal.SIGINT, None)
     assert ended.value.args == (ExitCode.INTERRUPTED_TWICE,)
+
+
+EARLY = """
+import sys
+from w5xde_async.process import launch
+
+def kind():
+    {what}
+
+sys.exit(launch(kind, [], prog="early", prepare=None, exit_on_drain=75))
+"""
+KILLED = "exec('import os, signal; os.kill(os.getpid(), signal.SIGTERM)\\nfor _ in range(10**7): pass')"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        KILLED,  # as while a dataclass is made
+        f"""try:
+        {KILLED}
+    except BaseException:
+        raise ImportError('cannot load module more than once per process') from None""",
+    ],
+    ids=["within exec", "swallowed, and failed of it"],
+)
+def test_a_stop_before_the_beginning_has_its_exit_code(what: str, tmp_path: Path) -> None:
+    (tmp_path / "early.py").write_text(EARLY.format(what=what))
+    paths = os.pathsep.join(str(path) for path in (tmp_path, *sys.path))
+    done = subprocess.run(
+        [forking.PYTHON, "-m", "early"], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.strip()) == (75, "early: stopped before it began")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has no SIGUSR1")

@@ -553,6 +553,7 @@ class Coordinator:
                     if failure is not None:  # which is raised
                         self.bus.publish(Warned(text=f"the end of the run failed, too: {in_one_line(error)}"))
                     failure = failure or error
+                failure = failure or ending.export_error
                 ticking.cancel()
                 if told is not ByeCode.STOPPING:
                     await run.training.roster.wait_for_lost(self._stopped.is_set)

@@ -208,7 +208,8 @@ def _apply_all(
         notes.append(f"{replay.step - base} steps after step {base} came from the journal, in {seconds:.1f} s")
     if replay.torn_bytes:
         notes.append(
-            f"the journal ends in {replay.torn_bytes} bytes of a step that was not committed; they are dropped"
+            f"the journal ends in {replay.torn_bytes} bytes that are no whole step (it was being written, or they have "
+            "been damaged); they are dropped"
         )
     if replay.gap is not None:
         after, until = replay.gap.after, replay.gap.until

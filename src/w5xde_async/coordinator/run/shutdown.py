@@ -82,6 +82,7 @@ class Shutdown:
         the run and its members stand."""
         self._prepared, self._run, self._bus, self._deadline = prepared, run, bus, deadline
         self._recorder, self._elapsed, self._stopped, self._look = recorder, elapsed, stopped, look
+        self.export_error: StoreError | None = None  #: why a finished run has no model
 
     async def finish(
         self, failure: BaseException | None, stopped: str, *, say_goodbye: Callable[[ByeCode, str], Awaitable[None]]
@@ -116,7 +117,7 @@ class Shutdown:
             await self._save()
         failed = failure or checkpointing.save_error
         await training.aggregator.submit(lambda: None)  # nothing is being applied any more
-        model_path = await self._export_model(failed)  # before evaluations, which may hang
+        model_path = await self._export_model(failed, finished=finished)  # before evaluations, which may hang
         await self._evaluate(finished=finished)
         await gone(training)
         digest = await training.aggregator.submit(spec.state.digest)
@@ -200,7 +201,7 @@ class Shutdown:
             stop.cancel()
             task.cancel()
 
-    async def _export_model(self, problem: BaseException | None) -> Path | None:
+    async def _export_model(self, problem: BaseException | None, *, finished: bool) -> Path | None:
         """Write the model, where it is of this run: parameters that no step ended with are not exported."""
         run_dir = self._own_directory(problem)
         if run_dir is None or self._run.training.aggregator.torn:
@@ -223,7 +224,13 @@ class Shutdown:
             reason = await self._deadline.wait(writing, "the model's export", run_dir.path)
         except Superseded:
             return None
-        if reason:
+        if reason and finished:  # what the run was for
+            self.export_error = StoreError(
+                str(run_dir.model_path),
+                f"the model was not written: {reason}; the last checkpoint has it, and the same command writes it once "
+                "that is mended",
+            )
+        elif reason:
             self._bus.publish(Warned(text=f"the model was not written: {reason}"))
         return run_dir.model_path if reason == "" else None
 
