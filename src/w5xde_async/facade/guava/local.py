@@ -6,6 +6,7 @@ one they compute in this process after all, and take turns, since the random sta
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -38,7 +39,7 @@ async def local_workers(coordinator: Coordinator, job: Job, token: str, count: i
         logger.warning("the workers compute in this process and take turns reason=%s", reason.splitlines()[0])
         here.start(count)
 
-    cores = usable_cores()
+    cores = await asyncio.to_thread(usable_cores)
     processes = LocalWorkers(
         0,
         address=coordinator.address,

@@ -146,7 +146,7 @@ class NetworkWorker:
 
         server = await asyncio.to_thread(self._place.now, self._config)  # it may not have been there before
         arguments, environment = self._of_rank(shape, server)
-        cores = usable_cores()
+        cores = await asyncio.to_thread(usable_cores)
         processes = IslandProcesses(
             shape, arguments, threads=cores, meet=meet, host=self._host, environment=environment
         )  # fmt: skip
