@@ -25,7 +25,7 @@ from w5xde_async.errors import Refused, Unreachable
 from w5xde_async.job import Job
 from w5xde_async.net.endpoint import connect
 from w5xde_async.net.join import worker_secret
-from w5xde_async.telemetry.events import Event, Warned, WorkerLeft
+from w5xde_async.telemetry.events import Event, Warned, WorkerLeft, WorkerQuarantined
 from w5xde_async.wire.frame import BufferSpec, encode
 from w5xde_async.wire.messages import (
     PROTOCOL_VERSION,
@@ -141,6 +141,23 @@ async def test_nobody_takes_the_place_of_an_invited_worker(tmp_path: Path) -> No
             await worker(forged.reveal()).run()
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
+
+
+async def test_who_is_put_out_after_it_has_left_is_named() -> None:
+    commits, events = Commits(), list[Event]()
+    commits.bus.subscribe(events.append)
+    async with Coordinator(job(), config=settings(max_time_s=60.0), bus=commits.bus) as coordinator:
+        working = asyncio.create_task(worker(coordinator.address, name="eve").run())
+        await commits.reach(2)
+        training = coordinator._training
+        assert training is not None
+        (gone,) = training.roster.sessions
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        while training.roster.sessions:  # noqa: ASYNC110 - leaving has no event here
+            await asyncio.sleep(0.01)
+        training.roster.quarantine(gone, None, "it had lied")
+    assert [event.name for event in events if isinstance(event, WorkerQuarantined)] == ["eve"]
 
 
 async def test_a_name_that_is_put_out_goes_on_by_no_other_link(tmp_path: Path) -> None:

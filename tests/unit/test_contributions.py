@@ -46,6 +46,14 @@ def test_what_counts_of_a_worker_that_has_left_is_in_its_row() -> None:
     ]  # fmt: skip
 
 
+def test_who_has_left_is_known_by_name() -> None:
+    contributions = Contributions()
+    leave(contributions, "id 1", "anna", 0.0, 1.0)
+    leave(contributions, "id 2", "anna", 2.0, 3.0)  # again
+    leave(contributions, "id 3", "bob", 0.0, 1.0, identity="invited")
+    assert [contributions.name_of(f"id {number}") for number in range(1, 5)] == ["anna", "anna", "bob", ""]
+
+
 def test_two_of_one_name_at_once_are_two_rows() -> None:
     contributions = Contributions()
     leave(contributions, "id 1", "anna", 0.0, 2.0)

@@ -57,6 +57,11 @@ class Contributions:
         share, known = _share(member, session, member.name if key else "others"), self._shares.get(key)
         self._shares[key] = share + known if known else share
 
+    def name_of(self, worker_id: str) -> str:
+        """Of a worker that has left; "" where it is not known any more."""
+        key = self._key_of.get(worker_id, "")
+        return self._shares[key].name if key in self._shares and key else ""
+
     def credit(self, worker_id: str, leaves: int, samples: int) -> None:
         """A result counts whose worker has left before it was judged."""
         key = self._key_of.get(worker_id, "")

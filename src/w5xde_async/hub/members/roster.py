@@ -280,8 +280,10 @@ class Roster:
         if worker_id in self._quarantined:
             return True
         session = self.sessions.get(worker_id) or session
-        known = self.member(worker_id) if session is None else session
-        name, identity = worker_id if known is None else known.name, "" if session is None else session.identity
+        if session is None:
+            name, identity = self.contributions.name_of(worker_id) or worker_id, ""
+        else:
+            name, identity = session.name, session.identity
         wanted = self._config.quarantine
         self._bus.publish(WorkerQuarantined(worker_id=worker_id, name=name, reason=reason, put_out=wanted))
         if not wanted:
