@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, settings
 
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import UsageError
-from w5xde_async.job import Job
+from w5xde_async.job import Job, build_model
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.telemetry.events import Event, Warned
 from w5xde_async.updates.config import UpdateConfig
@@ -130,3 +132,35 @@ def test_what_is_no_change_is_refused(change: str) -> None:
         settings(override=change)
     with pytest.raises(UsageError, match="--override changes an optimizer that steps at the coordinator"):
         settings(override="optimizer.lr=1", update=UpdateConfig(rule="local"))
+
+
+async def killed_at_once(directory: Path, left: Path, **config: Any) -> None:
+    """What a kill leaves of a start before it has saved anything by itself."""
+    async with Coordinator(job(), run_dir=directory, config=settings(checkpoint_every=1000, **config)):
+        await asyncio.to_thread(shutil.copytree, directory, left)
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "journal"])
+@pytest.mark.parametrize("before", [0, 3])
+async def test_what_a_start_was_told_outlives_a_kill_before_its_first_checkpoint(
+    durability: str, before: int, tmp_path: Path
+) -> None:
+    """The next start need not be told again, by --override as by --init-from."""
+    told: dict[str, Any] = {"override": "optimizer.lr=0.05"}
+    if not before:
+        model = build_model(job())
+        save_file({name: tensor.detach() + 0.5 for name, tensor in model.named_parameters()}, tmp_path / "weights")
+        told["init_from"] = str(tmp_path / "weights")
+    digests = []
+    for number, kill in enumerate((False, True)):
+        directory = tmp_path / f"run {number}"
+        if before:
+            await run(job(), directory, max_steps=before, durability=durability)
+        if kill:
+            await killed_at_once(directory, tmp_path / "left", durability=durability, **told)
+            result, _ = await run(job(), tmp_path / "left", durability=durability)
+        else:
+            result, _ = await run(job(), directory, durability=durability, **told)
+        digests.append(result.digest)
+    assert result.step == 6
+    assert digests[0] == digests[1]

@@ -95,20 +95,15 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
     named = record is not None and _position(record) is not None and (replay is None or not journalled)
     # One that lies elsewhere is not found by the next start, which would take up another course or none.
     elsewhere = record is not None and config.resume != "auto" and not store.holds(Path(config.resume))
-    # What is replayed on an earlier one would be replayed without what was changed since.
-    if (
-        named
-        or elsewhere
-        or (changed and journalled and first)
-        or (not journalled and journal.exists and first > point.saved_step)
-    ):
+    # What this start alone was told, the next one would not know after a kill before the next checkpoint: it would go
+    # on, or replay, without what --override changed, or begin with other weights.
+    told_now = changed or (record is None and config.init_from is not None)
+    # What is replayed later must stand on something that can be compared with the job.
+    stands = record is not None or not journalled
+    if named or elsewhere or told_now or not stands or (not journalled and journal.exists and first > point.saved_step):
         store.save(state.record(first, point.samples))
         point = replace(point, saved_step=first)
     if journalled:
-        if record is None:
-            # What is replayed later must stand on something that can be compared with the job.
-            store.save(state.record(0, 0))
-            point = replace(point, saved_step=0)
         journal.begin(first, directory.term + 1, replay)
     elif journal.exists:
         journal.remove()
