@@ -81,7 +81,7 @@ def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any
                 sys.stderr.write(f"microbatch_size={size} cannot be computed: {str(error).splitlines()[0]}\n")
                 refused.append(size)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, partial(plain_loop, job, workers * threads, settings.seconds))
+        return await loop.run_in_executor(None, partial(plain_loop, job, workers * threads, settings.seconds / 2))
 
     async def tell() -> int:
         measuring, stopped_by, plain = asyncio.ensure_future(measure()), "", None
@@ -193,7 +193,12 @@ async def measured(
 
 
 def plain_loop(job: Job, threads: int, seconds: float) -> float:
-    """Samples a second of forward, backward and update of whole batches in this process, batches read before."""
+    """Samples a second of forward, backward and update of whole batches in this process, batches read before; with one
+    thread or ``threads``, whichever is faster: small steps take several times as long with many."""
+    return max(_rate(job, count, seconds) for count in sorted({1, threads}))
+
+
+def _rate(job: Job, threads: int, seconds: float) -> float:
     import torch
 
     from w5xde_async.cluster.task_workers import with_own_model
@@ -248,7 +253,8 @@ def report(job: Job, rows: Sequence[Row], plain: float | None, *, workers: int, 
     if plain is None:
         return "\n".join([*lines, "", said]) + "\n"
     best, present = max(rows, key=lambda row: row.together), next(row for row in rows if row.microbatch == own)
-    said += f" A plain loop on their {workers * threads} cores, whole batches that lie in memory: {plain:,.0f}."
+    said += f" A plain loop on their {workers * threads} cores, one thread or all, whichever is faster, whole batches "
+    said += f"that lie in memory: {plain:,.0f}."
     lines += ["", said]
     if best.together > _CLEAR * present.together:
         lines.append(

@@ -164,3 +164,21 @@ async def test_what_a_start_was_told_outlives_a_kill_before_its_first_checkpoint
         digests.append(result.digest)
     assert result.step == 6
     assert digests[0] == digests[1]
+
+
+async def test_every_group_takes_it_and_what_each_had_is_said(tmp_path: Path) -> None:
+    """Also where the first has it already."""
+
+    def grouped() -> Job:
+        def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+            first, *others = model.parameters()
+            return torch.optim.SGD([{"params": [first], "lr": 0.05}, {"params": others, "lr": 0.5}])
+
+        return replace(job(), optimizer=optimizer)
+
+    await run(grouped(), tmp_path / "run", max_steps=3)
+    changed, said = await run(grouped(), tmp_path / "run", override="optimizer.lr=0.05")
+    assert "optimizer.lr is 0.05, was 0.05 and 0.5" in said
+    await run(grouped(), tmp_path / "other", max_steps=3)
+    unchanged, _ = await run(grouped(), tmp_path / "other")
+    assert changed.digest != unchanged.digest

@@ -23,21 +23,24 @@ def override(changes: str, optimizer: torch.optim.Optimizer, scheduler: Any) -> 
         name, _, text = change.strip().partition("=")
         owner, _, key = name.partition(".")
         value = float(text)
-        before = _set_group(optimizer, scheduler, key, value) if owner == "optimizer" else _set(scheduler, key, value)
-        if before != value:
-            told.append(f"{name} is {value:g}, was {before:g}")
+        before = _set_group(optimizer, scheduler, key, value) if owner == "optimizer" else [_set(scheduler, key, value)]
+        if before != [value]:
+            told.append(f"{name} is {value:g}, was {' and '.join(f'{one:g}' for one in before)}")
     return told
 
 
-def _set_group(optimizer: torch.optim.Optimizer, scheduler: Any, key: str, value: float) -> float:
+def _set_group(optimizer: torch.optim.Optimizer, scheduler: Any, key: str, value: float) -> list[float]:
+    """What it was: of the first group where all change in proportion, else every number that one of them had."""
     known = [name for name, now in optimizer.param_groups[0].items() if _is_number(now)]
     if key not in known:
         raise UsageError(f"--override optimizer.{key}: {type(optimizer).__name__} has {', '.join(sorted(known))}")
     _check(optimizer, key, value)
     scaled = key == "lr" and scheduler is not None
     before = float(optimizer.param_groups[0]["initial_lr" if scaled else key])
-    if before == value:
-        return before
+    present = [before] if scaled else [float(group[key]) for group in optimizer.param_groups if key in group]
+    was = list(dict.fromkeys(present))
+    if was == [value]:
+        return was
     if scaled and not before:
         raise UsageError("--override optimizer.lr: the schedule begins with 0, of which nothing is in proportion")
     for group in optimizer.param_groups:
@@ -46,7 +49,7 @@ def _set_group(optimizer: torch.optim.Optimizer, scheduler: Any, key: str, value
                 _put(group, name, float(group[name]) * (value / before) if scaled else value)
     for part in parts_of(scheduler) if scaled else ():
         part.base_lrs = [rate * (value / before) for rate in getattr(part, "base_lrs", [])]
-    return before
+    return was
 
 
 def _check(optimizer: torch.optim.Optimizer, key: str, value: float) -> None:
