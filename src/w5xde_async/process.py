@@ -62,7 +62,7 @@ _NO_THREADS = (
 )
 
 CTRL_C = "Ctrl-C"
-_DEAF_S = 1.0
+_DEAF_S, _ECHO_S = 1.0, 0.25
 _STOPS = ("SIGINT", "SIGTERM", "SIGBREAK")  # the last on Windows: Ctrl-Break, and a console that is closed
 
 
@@ -314,19 +314,28 @@ def signals(
 ) -> Iterator[None]:
     """The first SIGINT or SIGTERM calls ``stop(reason)``; another after that ends the process with 130 at once.
 
-    So does a signal named in ``warns``, which counts as neither: a job engine sends it, and SIGTERM some time later.
+    The same signal within ``_ECHO_S`` is no other one: timeout(1) and programs that run programs pass on what the
+    terminal has told the whole group.
+
+    A signal named in ``warns`` calls ``stop`` too, and counts as neither: a job engine sends it, and SIGTERM some time
+    later.
 
     Also where the loop hears nothing, since code of the user's that is called there does not return: then one ends the
     process that comes ``_DEAF_S`` after one that was not heard.
     """
     loop = asyncio.get_running_loop()
     told, unheard_since = 0, math.inf
+    told_at: dict[signal.Signals, float] = {}
     forewarnings = _known(*warns)
 
     def received(number: signal.Signals) -> None:
         nonlocal told, unheard_since
         unheard_since = math.inf
         if number not in forewarnings:
+            now = loop.time()
+            if now - told_at.setdefault(number, -math.inf) < _ECHO_S:
+                return
+            told_at[number] = now
             told += 1
         if told > 1:
             if abandon is not None:

@@ -299,6 +299,27 @@ def test_what_local_workers_left_out_outlives_ctrl_c(start: Callable[..., Progra
     assert not list(kept.iterdir())  # taken up by the next ones, and of no use after the end
 
 
+def until_gone(program: Program, number: signal.Signals) -> None:
+    """As a person tells it again and again: what follows the first within a moment is its echo."""
+    for _ in range(100):
+        if program.process.poll() is not None:
+            return
+        program.signal(number)
+        time.sleep(0.05)
+
+
+def test_a_signal_that_comes_twice_within_a_moment_is_one(start: Callable[..., Program], tmp_path: Path) -> None:
+    """timeout(1) passes on what the terminal tells its whole group."""
+    program = start(*coordinate(DIGITS, tmp_path / "digits", "--workers", "1", "--max-steps", "1000000"))
+    program.wait_for("step_committed", step=30)
+    for _ in range(3):
+        program.signal(signal.SIGINT)
+        time.sleep(0.03)
+    assert program.finish() == ExitCode.OK
+    assert program.last("run_finished")["outcome"] == "stopped"
+    assert program.last("checkpoint_saved")["step"] == program.last("run_finished")["step"]
+
+
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_everything_at_once(
     start: Callable[..., Program], jobs: str, tmp_path: Path, second: signal.Signals
@@ -309,7 +330,7 @@ def test_a_second_signal_ends_everything_at_once(
     told = program.wait_for("warned")["text"]
     assert told.startswith("Ctrl-C: the step under way is finished (at most 100 s), then a checkpoint is saved;")
     assert "again: ends at once, and loses what is not saved" in told
-    program.signal(second)
+    until_gone(program, second)
     assert program.finish() == ExitCode.INTERRUPTED_TWICE  # without waiting for the step or --grace
     assert program.last("warned")["text"].startswith("ended at once, at step 0: what was not saved is lost")
     assert_all_gone(program.process.pid)
@@ -551,7 +572,7 @@ def test_sigusr1_and_then_sigterm_leave_in_good_order(start: Callable[..., Progr
         while not told["message"].startswith(number.name):
             told = worker.wait_for("log")
     assert worker.process.poll() is None
-    worker.signal(signal.SIGTERM)
+    until_gone(worker, signal.SIGTERM)
     assert worker.finish() == ExitCode.INTERRUPTED_TWICE
 
 
