@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from w5xde_async.compute.machine import machine_memory_bytes, usable_cores
+from w5xde_async.coordinator import __main__ as coordinator
 from w5xde_async.openmp import keep_to
+from w5xde_async.worker import __main__ as worker
+from w5xde_async.worker.config import WorkerConfig
 
 UNLIMITED = 0x7FFFFFFFFFFFF000  # as version 1 writes it
 
@@ -75,3 +80,23 @@ def test_torch_keeps_to_the_cores_unless_the_environment_says_how_many_threads(m
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     keep_to(1)
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 2), (3, 3)])
+def test_programs_keep_to_the_cores_unless_they_are_told(
+    asked: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found: list[int] = []
+    for program in (coordinator, worker):
+        monkeypatch.setattr(program, "usable_cores", lambda: 2)
+    monkeypatch.setattr(coordinator, "_spare_loop_thread", found.append)
+    monkeypatch.setattr(worker, "use_batch_scheduling", lambda: None)
+    monkeypatch.setattr("w5xde_async.job.load_job", lambda reference: None)
+    settings: Any = SimpleNamespace(threads=asked, job=None)
+    torch.set_num_threads(4)
+    coordinator._loaded(settings, "job.py:job")
+    torch.set_num_threads(4)
+    worker._work(settings, WorkerConfig(device="cpu", threads=asked), "127.0.0.1:1", None)
+    # A worker sets what it is told on the thread that computes.
+    assert (found, torch.get_num_threads()) == ([expected], 4 if asked else expected)
