@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import copy
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -70,6 +72,7 @@ class Job:
     keep_best       a metric of ``evaluate``: the weights of its best evaluation are kept in the run directory. The
                     smallest ``"...loss"`` and the largest ``"...acc"`` or ``"...accuracy"`` is best; of others say
                     ``"min:NAME"`` or ``"max:NAME"``
+    source          digest of the code, set by ``load_job``; of a worker that has another the run warns
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -96,6 +99,7 @@ class Job:
     keep_best: str | None = None
     parallelize: Callable[[nn.Module, Any], nn.Module | None] | None = None
     local_data: Callable[[str], Any] | None = None
+    source: bytes = field(default=b"", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         def need(holds: bool, reason: str, hint: str = "") -> None:
@@ -418,6 +422,54 @@ def _load(reference: str, target: str, attribute: str) -> Job:
         found = made_by(reference, found, hint="run it alone to see the whole traceback")
     if not isinstance(found, Job):
         raise JobError(reference, f"returned {type(found).__name__}", "return a w5xde_async.Job")
+    object.__setattr__(found, "source", _digest(module, found, _folder(module, target)))
+    return found
+
+
+def _folder(module: ModuleType, target: str) -> Path:
+    """Where imports of the job's own begin: at its file, or at the top package of its module."""
+    if target.endswith(".py") or not module.__file__:
+        return Path(target).resolve().parent
+    inside = target.count(".") + (Path(module.__file__).stem == "__init__")
+    return Path(module.__file__).resolve().parents[inside]
+
+
+def _digest(module: ModuleType, job: Job, folder: Path) -> bytes:
+    """Of the text of ``module``'s file and of what it and ``job`` use by name from files beneath ``folder``, and those
+    from others there; and of what ``job`` has of that. Line ends do not count, nor what the files are called, nor what
+    else has been imported."""
+    texts: dict[Path, bytes] = {}
+    pending = [module, *_modules_of(vars(job).values())]
+    seen = set(pending)
+    while pending:
+        one = pending.pop()
+        try:
+            path = Path(one.__file__ or "").resolve()
+            if path.suffix != ".py" or "site-packages" in path.relative_to(folder).parts:
+                continue
+            text = path.read_bytes().replace(b"\r\n", b"\n")
+        except (AttributeError, OSError, ValueError):  # it has no file, or one that is elsewhere
+            continue
+        texts[path] = hashlib.blake2b(text, digest_size=16).digest()
+        used = _modules_of(list(vars(one).values())) - seen
+        seen |= used
+        pending += used
+    names = [_namesake(value).__qualname__ for value in (job.model, job.loss, job.step)]
+    return hashlib.blake2b(b"".join(sorted(set(texts.values()))) + repr(names).encode(), digest_size=16).digest()
+
+
+def _namesake(value: Any) -> type | FunctionType:
+    """A function or class; of all else the class."""
+    return value if isinstance(value, type | FunctionType) else type(value)
+
+
+def _modules_of(values: Iterable[Any]) -> set[ModuleType]:
+    """Modules among them, and those that have made their functions, classes and instances; none of this package's."""
+    found = set()
+    for value in values:
+        module = value if isinstance(value, ModuleType) else sys.modules.get(_namesake(value).__module__)
+        if isinstance(module, ModuleType) and not module.__name__.startswith("w5xde_async"):
+            found.add(module)
     return found
 
 

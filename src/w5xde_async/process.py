@@ -60,6 +60,10 @@ _NO_THREADS = (
     "this machine lets this process start no more threads (ulimit -u, or the container's limit of processes): raise "
     "that limit"
 )
+_FEW_FILES = (
+    "this process may have {number} files and connections open (ulimit -Hn, or the container's limit), and needs "
+    "{least}: raise that limit"
+)
 
 CTRL_C = "Ctrl-C"
 _DEAF_S, _ECHO_S = 1.0, 0.25
@@ -173,7 +177,11 @@ def _hold_standard_descriptors() -> None:
 
 
 def _allow_descriptors() -> None:
-    """Let this process open as many files and connections as it may: shells and services begin with few."""
+    """Let this process open as many files and connections as it may: shells and services begin with few.
+
+    Raises LocalError where those are too few for a run: one that had begun would have to wait for ever, or fail of
+    whatever comes first.
+    """
     if sys.platform == "win32":
         return
     import resource
@@ -185,8 +193,11 @@ def _allow_descriptors() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             return
         wanted //= 2
+    if soft != resource.RLIM_INFINITY and soft < _LEAST_DESCRIPTORS:
+        raise LocalError(_FEW_FILES.format(number=soft, least=_LEAST_DESCRIPTORS))
 
 
+_LEAST_DESCRIPTORS = 64  # a run of two workers takes 28
 _MOST_DESCRIPTORS = 1 << 16
 
 
@@ -206,7 +217,6 @@ def launch(
     ``exit_on_drain``: the exit code of such an end while the setting of that name is not known.
     """
     _hold_standard_descriptors()
-    _allow_descriptors()
     as_json = False
     code: int | None = None
     failure: Exception | None = None
@@ -217,6 +227,7 @@ def launch(
     for number in _known(*heeds):
         signal.signal(number, _Early())
     try:
+        _allow_descriptors()
         from w5xde_async.net.join import Invitation
         from w5xde_async.net.token import find_token
         from w5xde_async.runtime import loop_factory

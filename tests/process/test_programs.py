@@ -438,6 +438,34 @@ if "worker" in sys.argv[0]:
 """
 
 
+def test_a_worker_whose_own_code_is_other_code_is_named(start: Callable[..., Program], tmp_path: Path) -> None:
+    """Its model and its data fit, so that nothing refuses it; what it computes may be another loss."""
+    job = JOBS + "import losses\ndef own(): return _job(lambda: nn.Linear(4, 2), loss=losses.of, max_steps=1000000)\n"
+    for folder, loss in (("there", "cross_entropy"), ("same", "cross_entropy"), ("edited", "multi_margin_loss")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own.py").write_text(job)
+        (tmp_path / folder / "losses.py").write_text(f"from torch.nn.functional import {loss} as of\n")
+    program = start(*coordinate(f"{tmp_path}/there/own.py:own", tmp_path / "run"))
+    address = program.wait_for("run_started")["address"]
+
+    def join(folder: str) -> None:
+        job = f"{tmp_path}/{folder}/own.py:own"
+        start("w5xde_async.worker", "--server", address, "--name", folder, "--job", job)
+        program.wait_for("worker_joined")
+
+    def said() -> list[str]:
+        return [text for one in program.events if "has other code than" in (text := str(one.get("text", "")))]
+
+    join("same")
+    join("there")
+    assert said() == []
+    join("edited")
+    join("same")
+    (text,) = said()
+    assert text.startswith("worker edited has other code than this coordinator")
+    assert "without --job" in text
+
+
 def test_a_run_begins_without_a_worker_that_cannot_work(start: Callable[..., Program], tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text(ONE_CANNOT + JOBS)
     program = start(*coordinate(f"{tmp_path}/one.py:job", tmp_path / "run", "--workers", "2"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -279,6 +281,77 @@ def test_names_that_cannot_be_loaded(folder: Path, reference: str, words: str) -
 def test_a_job_file_may_load_another(folder: Path) -> None:
     (folder / "w5outer.py").write_text("from w5xde_async.job import load_job\njob = load_job('w5jobs.py:job')\n")
     assert isinstance(load_job("w5outer.py:job"), Job)
+
+
+SOURCES = {
+    "w5jobs.py": FILE + "from w5parts.losses import loss\nfrom w5parts import nets\n",
+    "w5parts/__init__.py": "",
+    "w5parts/losses.py": "from .scales import Scale\n\ndef loss(x, y):\n    return ((x - y) ** 2).mean()\n",
+    "w5parts/scales.py": "class Scale: by = 1.0\n",
+    "w5parts/nets.py": "import math\n",
+    "w5unused.py": "",
+}
+
+
+def source_of(
+    folder: Path, changed: Mapping[str, str] = MappingProxyType({}), reference: str = "w5jobs.py:job"
+) -> bytes:
+    """What ``load_job`` notes of the files, in a process that has loaded none of them."""
+    for name, text in {**SOURCES, **changed}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(text.encode())
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("w5jobs", "w5parts", "w5outer", "beside")]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    return load_job(reference).source
+
+
+@pytest.mark.parametrize(
+    "name", ["w5jobs.py", "w5parts/losses.py", "w5parts/scales.py", "w5parts/nets.py", "beside.py"]
+)
+def test_a_job_knows_the_source_of_all_that_it_uses(folder: Path, name: str) -> None:
+    """By whatever name it is loaded, from whatever folder, with other ends of lines."""
+    source = source_of(folder)
+    assert len(source) == 16
+    assert source_of(folder, reference="w5jobs:job") == source
+    assert source_of(folder, reference=f"{folder}/w5jobs.py:made") == source
+    assert source_of(folder, {name: SOURCES.get(name, "").replace("\n", "\r\n")}) == source
+    assert source_of(folder, {name: SOURCES.get(name, "") + "# another\n"}) != source
+    assert source_of(folder, {name: SOURCES.get(name, "")}) == source
+
+
+def test_what_a_job_does_not_use_is_not_its_source(folder: Path) -> None:
+    source = source_of(folder)
+    import w5unused
+
+    assert source_of(folder, {"w5unused.py": "x = 1\n"}) == source
+    assert load_job("w5jobs.py:job").source == source  # where its modules are loaded already
+    assert sys.modules["w5unused"] is w5unused
+
+
+def test_the_source_of_a_job_that_another_file_loads(folder: Path) -> None:
+    outer = {"w5outer.py": "from w5xde_async.job import load_job\njob = load_job('w5jobs.py:job')\n"}
+    source = source_of(folder, outer, "w5outer.py:job")
+    assert load_job("w5outer.py:job").source == source
+    assert (
+        source_of(folder, outer | {"w5parts/losses.py": SOURCES["w5parts/losses.py"] + "# more\n"}, "w5outer.py:job")
+        != source
+    )
+    assert load_job("w5jobs.py:job").source != source
+
+
+def test_two_jobs_of_one_file_with_other_functions_have_other_sources(folder: Path) -> None:
+    other = (
+        "other = w5xde_async.Job(model=nn.Linear(2, 2), dataset=[1], optimizer=lambda m: None, loss=loss, max_steps=1)"
+    )
+    text = {"w5jobs.py": SOURCES["w5jobs.py"] + other}
+    assert source_of(folder, text) != source_of(folder, text, "w5jobs.py:other")
+
+
+def test_a_job_made_here_has_no_source_and_copies_keep_theirs(folder: Path) -> None:
+    loaded = load_job("w5jobs.py:job")
+    assert replace(loaded, seed=3).source == loaded.source
+    assert Job(model=nn.Linear(2, 2), dataset=[1], optimizer=lambda m: None, max_steps=1).source == b""
 
 
 def test_a_file_that_fails_leaves_no_module_behind(folder: Path) -> None:

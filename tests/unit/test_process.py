@@ -133,6 +133,28 @@ def test_a_program_may_open_what_the_system_lets_it() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+def test_a_program_that_may_open_too_little_says_so_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch, launched: Callable[..., tuple[int, str]]
+) -> None:
+    """With 24 a run begins, and waits for ever for the connection of a worker that it cannot accept."""
+    resource = pytest.importorskip("resource", reason="Windows has no such limit")
+    begun: list[bool] = []
+
+    async def body() -> int:
+        begun.append(True)
+        return ExitCode.OK
+
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    assert launched(body) == (ExitCode.OK, "")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 24))
+    code, said = launched(body)
+    assert code == ExitCode.ERROR
+    assert said.startswith("worker: this process may have 24 files and connections open (ulimit -Hn")
+    assert said.count("\n") == 1
+    assert begun == [True]
+
+
 def test_a_system_whose_limit_is_lower_than_it_says_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """As macOS, whose hard limit is infinite."""
     resource = pytest.importorskip("resource", reason="Windows has no such limit")

@@ -17,7 +17,7 @@ from msgspec import DecodeError, Meta, Raw, Struct, msgpack, structs
 
 from w5xde_async.errors import MalformedFrame
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 #: Most bytes that a probe carries, each way: with them a frame is still one of the handshake.
 PROBE_BYTES = 3072
@@ -178,6 +178,7 @@ class Ready(Message, frozen=True):
     neighbours (plan.shares). The worker is ready when all of its ranks are. ``numerics``: how its sums are made
     (plan.numerics). ``memory``: the segment in which its results lie, as in WELCOME; empty where it has opened none.
     ``shards``: fingerprints of its own copy of the dataset (data.shards), 0 for a shard that it lacks; empty for none.
+    ``code``: digest of the job's own source (``Job.source``); empty where it has none, or none that is known.
     """
 
     TYPE = 6
@@ -196,6 +197,7 @@ class Ready(Message, frozen=True):
     numerics: _Name = "exact"
     memory: _Wholes = ()
     shards: Annotated[_Wholes, Meta(max_length=MOST_SHARDS)] = ()
+    code: _Data = b""
 
     def __post_init__(self) -> None:
         if not self.numerics or not self.numerics.isprintable():

@@ -395,6 +395,7 @@ class Worker:
             unsent,
             memory=memory,
             shards=() if self._own is None else await self._own.shards(),
+            code=b"" if self._job is None else self._job.source,
         )
 
     async def _share(self, engine: Computing, joined: Joined) -> tuple[int, ...]:
@@ -454,6 +455,7 @@ class Worker:
             engine.layout.fingerprint, str(self._device), device_name(self._device), threads, torch.__version__,
             shape=rank.shape, shard=engine.shard.packed, share=engine.share,
             together=engine.together, numerics=engine.numerics,
+            code=b"" if self._job is None or rank.traced else self._job.source,
         )  # fmt: skip
 
     def _wants_sandbox(self) -> bool:

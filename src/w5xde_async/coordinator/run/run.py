@@ -343,12 +343,14 @@ def make_training(
                 tell=lambda text: context.bus.publish(Warned(text=text)),
             )  # fmt: skip
         return SyncTraining(
-            context, Greeting(message=message, layout=spec.layout, segment=spec.segment if update.plain else None),
+            context, Greeting(
+                message=message, layout=spec.layout, segment=spec.segment if update.plain else None, code=job.source
+            ),
             strategy.rule, growing=spec.growing,
             recomputation=Recomputation(job, context.loader, spec.state, strategy.rule), journal=journal,
             in_place=in_place,
         )  # fmt: skip
     inner = strategy.inner
     buffers = [(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else []
-    greeting = Greeting(message=message, layout=spec.layout, buffers=buffers)
+    greeting = Greeting(message=message, layout=spec.layout, buffers=buffers, code=job.source)
     return OuterTraining(context, greeting, strategy.rule, strategy.schedule)

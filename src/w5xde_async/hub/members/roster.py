@@ -64,6 +64,11 @@ _MOST_JOINING = 2  # links of one worker, beside a newer one, that build its mod
 _MOST_VAIN, _VAIN_S = 1024, 600.0
 _MOST_VAIN_HOMES = 1024
 _MEETING_S = 5.0  # that a volunteer is kept waiting for others before it has to say again that it is there
+_OTHER_CODE = (
+    "worker {name} has other code than this coordinator, in the job's file or in what that imports from its folder: "
+    "its model and data fit, but another loss or forward gives other bits; start it with the same files, or without "
+    "--job: it is then sent what to compute"
+)
 _SHARE_HINT = "one name or address may have a quarter of --max-workers, or 8; raise it at the coordinator"
 
 
@@ -79,13 +84,15 @@ def _is_address(host: str) -> bool:
 class Greeting:
     """What a new worker is told of the run: ``message``, ``layout`` and ``buffers`` beside it.
 
-    ``segment``: where the parameters lie, for workers on this machine.
+    ``segment``: where the parameters lie, for workers on this machine. ``code``: digest of the job's source, where it
+    is known.
     """
 
     message: Welcome
     layout: Layout
     buffers: Sequence[tuple[BufferSpec, Buffer]] = ()
     segment: Segment | None = None
+    code: bytes = b""
 
 
 class Roster:
@@ -125,6 +132,7 @@ class Roster:
         self._part_of: dict[Session, Island] = {}
         self._meeting = Meeting()
         self._quarantined: set[str] = set()  # ids
+        self._other_code = False  # whether somebody has been named that has it
         self._last_word: Refusal | None = None  # the run has ended for its workers: what those hear that come now
         self._lost: dict[
             str, float
@@ -428,6 +436,9 @@ class Roster:
         self.sessions[session.worker_id] = session
         if differ := self._numerics.note_device(ready.device_name, ready.threads):
             self._warn(differ)
+        if ready.code and self._greeting.code and ready.code != self._greeting.code and not self._other_code:
+            self._other_code = True
+            self._warn(_OTHER_CODE.format(name=session.name))
         mixed = self._numerics.note(ready.numerics)
         if mixed and self._welcome.update == "sync":
             self._warn(mixed)
