@@ -426,8 +426,12 @@ def test_an_error_names_its_leaf_and_where_it_was_raised() -> None:
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        (lambda module, batch: module(batch[0]), r"a tensor of shape \[4, 3\] as loss"),
+        (
+            lambda module, batch: module(batch[0]),
+            r"a tensor of shape \[4, 3\] as loss, .*: take its mean, or give the loss",
+        ),
         (lambda module, batch: 3.0, "float as loss"),
+        (lambda module, batch: None, "NoneType as loss, not a tensor with one element: it has no return"),
         (lambda module, batch: torch.ones(()), "grad|depend"),
         (
             lambda module, batch: (module(batch[0]).sum(), {1: 2.0}),
@@ -453,7 +457,7 @@ def test_what_a_step_may_not_return(step: Any, words: str) -> None:
 
 def test_batch_norm_over_one_sample_says_what_to_set() -> None:
     run = Run(job())
-    with pytest.raises(LeafError, match=r"1 value per channel.*; leaf 5 has 1 sample: set microbatch_size \(and"):
+    with pytest.raises(LeafError, match=r"1 value per channel.*; leaf 5 has 1 sample: leave none alone"):
         run.compute(task(leaves((4, 1)), (4, 1), start=4))
 
 

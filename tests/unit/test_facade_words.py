@@ -16,7 +16,7 @@ from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.errors import LeafFailed, PortInUse, RefusalCode, Refused, StoreError, UsageError
 from w5xde_async.facade.guava.config import WORDS as GUAVA
 from w5xde_async.facade.w5xde import _WORDS as W5XDE
-from w5xde_async.facade.words import Words
+from w5xde_async.facade.words import ADVICE, Words
 from w5xde_async.telemetry.events import RunFinished, Warned
 
 SOURCE = Path(w5xde_async.__file__).parent
@@ -101,7 +101,7 @@ def test_errors_keep_their_type_and_fields() -> None:
 
 
 def test_of_a_traceback_what_this_package_advises_is_said_in_these_words_and_no_more() -> None:
-    told = "ValueError: my --resume never, too; leaf 0 has 1 sample: set microbatch_size (and drop_last)"
+    told = f"ValueError: my --resume never, too; leaf 0 has 1 sample: {ADVICE}"
     for words, advice in ((W5XDE, "choose another batch_size"), (GUAVA, "give the DataLoader drop_last=True")):
         with pytest.raises(LeafFailed, match="my --resume never") as failed, words.said():
             raise LeafFailed(1, 2, [3], 4, told)

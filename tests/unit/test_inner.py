@@ -250,6 +250,16 @@ def test_a_scheduler_of_something_else() -> None:
         Schedule(optimizer, Decay(optimizer)).rows(0, 3)
 
 
+def test_a_rate_that_is_too_large_is_the_optimizers_where_no_scheduler_sets_it() -> None:
+    optimizer = O.SGD(model_of().parameters(), lr=1e30)
+    with pytest.raises(JobError, match=r"optimizer: it has lr of 1e\+30; give plain numbers of at most 1e\+12"):
+        Schedule(optimizer, None)
+    optimizer = O.SGD(model_of().parameters(), lr=1.0)
+    growing = O.lr_scheduler.LambdaLR(optimizer, lambda step: 1e13**step)
+    with pytest.raises(JobError, match=r"scheduler: it sets lr to 10000000000000\.0"):
+        Schedule(optimizer, growing).rows(0, 3)
+
+
 def altered(path: list[Any], value: Any) -> Any:
     model = model_of()
     description = sent(describe_inner(O.Adam(model.parameters()), Layout.of(model), model))

@@ -122,12 +122,18 @@ class MetricNames:
 def scalar_loss(loss: object) -> Tensor:
     """The loss that a step gave, in float32 and without dimensions. Raises TypeError for what has no gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise TypeError(f"the step gave {described(loss)} as loss, not a tensor with one element")
+        raise TypeError(f"the step gave {described(loss)} as loss, not a tensor with one element{_remedy(loss)}")
     if loss.dim() or loss.dtype != torch.float32:
         loss = loss.reshape(()).float()
     if loss.grad_fn is None:
         raise TypeError("the loss does not depend on any trainable parameter")
     return loss
+
+
+def _remedy(loss: object) -> str:
+    if loss is None:
+        return ": it has no return, or the loss function has none"
+    return ": take its mean, or give the loss reduction='mean'" if isinstance(loss, Tensor) and loss.numel() else ""
 
 
 def described(value: object) -> str:

@@ -535,7 +535,7 @@ class Engine:
         elif isinstance(error, ValueError) and _TOO_FEW in str(error):  # batch norm: what to do is said with it
             samples = block.task.samples[index]
             few = f"leaf {leaf} has 1 sample" if samples == 1 else f"a part of leaf {leaf} has 1 sample"
-            told = ValueError(f"{error}; {few}: set microbatch_size (and drop_last)")
+            told = ValueError(f"{error}; {few}: leave none alone (batch_size, microbatch_size, drop_last)")
             error = told.with_traceback(error.__traceback__)
         elif (
             isinstance(error, RuntimeError)

@@ -158,11 +158,13 @@ class Schedule:
         return math.sqrt(sum(n * lr * lr for n, lr in zip(self._sizes, lrs, strict=True)) / max(sum(self._sizes), 1))
 
     def _take(self) -> None:
+        owner, does = ("optimizer", "has {} of") if self._scheduler is None else ("scheduler", "sets {} to")
         for group in self._optimizer.param_groups:
             for name in self.scheduled:
                 value = group[name][0] if name in _PAIRS else group[name]
                 if not _is_number(value):
-                    raise JobError("scheduler", f"it sets {name} to {value!r}", "give plain, finite numbers")
+                    hint = f"give plain numbers of at most {_MAX_NUMBER:g}"
+                    raise JobError(owner, f"it {does.format(name)} {value!r}", hint)
                 self._numbers.append(value)
 
     def _others(self) -> list[list[Any]]:

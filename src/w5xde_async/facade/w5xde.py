@@ -45,7 +45,7 @@ from w5xde_async.facade.calling import (
 )
 from w5xde_async.facade.neighbours import found_by_neighbours
 from w5xde_async.facade.reading import BatchLoss, class_loss
-from w5xde_async.facade.words import Words
+from w5xde_async.facade.words import ADVICE, Words
 from w5xde_async.job import ENDLESS, Job, made_model
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.tls import is_loopback
@@ -78,7 +78,7 @@ _WORDS = Words(
     {", and collate=loader.collate_fn and batch_size=... where they matter": " and its batch_size",
      "write optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=...)":
      "look at optimizer_class and optimizer_kwargs",
-     "set microbatch_size (and drop_last)": "choose another batch_size, which leaves no sample alone"},
+     ADVICE: "choose another batch_size, which leaves no sample alone"},
 )  # fmt: skip
 _MOST_FAILED = 12  # leases in a row: several parts of batches, each tried as often as a server lets it fail
 _OWN_CRITERION = ", criterion "  # in the run's name: nodes without one of their own need the server's

@@ -45,7 +45,7 @@ _PHRASES = (
     (" or --insecure, --tls-ca-file, --tls-cert", ""),
 )  # fmt: skip
 #: What this package advises within a traceback, of which nothing else is put in other words: it is the caller's.
-_ADVICE = "set microbatch_size (and drop_last)"
+ADVICE = "leave none alone (batch_size, microbatch_size, drop_last)"
 _ELSEWHERE = {
     "token-file": "W5XDE_TOKEN_FILE", "job": "the model's code", "loop": "the event loop",
     "tls-cert": "a TLS certificate", "tls-key": "its key", "tls-ca-file": "a TLS authority",
@@ -119,7 +119,7 @@ class Words:
             raise
 
     def _of_traceback(self, text: str) -> str:
-        return text.replace(_ADVICE, dict(self._phrases).get(_ADVICE, _ADVICE))
+        return text.replace(ADVICE, dict(self._phrases).get(ADVICE, ADVICE))
 
     def of_event(self, event: Event) -> Event:
         """An event with its text in these words."""

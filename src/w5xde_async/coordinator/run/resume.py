@@ -65,7 +65,7 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
         known: Any = record.meta.get("update")
         if config.auto and known is not None and known["rule"] != strategy.update.rule:
             strategy = change_strategy(spec, config, strategy, UpdateConfig(**known), 0, 0)
-        point = _restore(spec, strategy, record, directory, notes, again=journal.exists)
+        point = _restore(spec, strategy, record, directory, notes, again=journal.exists, override=config.override)
     point, replay = _replay(spec, strategy, point, record, journal, directory, config, notes)
     past: Any = [] if record is None else record.meta.get("overrides", [])
     spec = replace(spec, overrides=tuple([(int(step), str(told)) for step, told in past]))
@@ -242,11 +242,13 @@ def _identity(spec: RunSpec, strategy: Strategy) -> dict[str, Any]:
 
 
 def _restore(
-    spec: RunSpec, strategy: Strategy, record: Record, directory: RunDir, notes: list[str], *, again: bool = False
-) -> ResumePoint:
+    spec: RunSpec, strategy: Strategy, record: Record, directory: RunDir, notes: list[str], *, again: bool = False,
+    override: str | None = None,
+) -> ResumePoint:  # fmt: skip
     """Give parameters, optimizer and growing batch the state of ``record``. Raises CheckpointMismatch.
 
     ``again``: it may have to be restored once more. Otherwise its tensors become the optimizer's, which writes them.
+    ``override``: what --override says of settings; whether those differ from the job's is no news.
     """
     where, rule = str(directory.path), strategy.rule
     fresh = "--resume never starts afresh and sets the old run aside"
@@ -298,7 +300,10 @@ def _restore(
         rule.load_state_dict(unpack_state(record.meta["rule"], own))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointMismatch(where, f"the state of its update rule does not fit ({error}); {fresh}") from error
+    told = {change.partition("=")[0].strip() for change in (override or "").split(",")}
     for name, value in _hyperparameters(rule.optimizer, rule.scheduler).items():
+        if _overridden_as(name) in told:
+            continue
         # What a scheduler moves differs after some steps; what else differs was changed in the job, to no effect.
         moved = rule.scheduler is not None and name.rpartition(" ")[2] in ("lr", "momentum", "betas")
         if ours.get(name, value) != value and not moved:  # one of the checkpoint's alone is of another scheduler's
@@ -361,6 +366,12 @@ def _hyperparameters(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[s
         for name, value in group.items()
         if name != "params"
     }
+
+
+def _overridden_as(name: str) -> str:
+    """What --override calls one of those."""
+    owner, *_, key = name.split(" ")
+    return f"{owner}.{'lr' if owner == 'optimizer' and key in ('initial_lr', 'max_lr', 'min_lr') else key}"
 
 
 @dataclass(frozen=True, slots=True)

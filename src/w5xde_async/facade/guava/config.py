@@ -18,7 +18,7 @@ from w5xde_async.config import TIME_OR_0, YES_OR_NO, Config, Kind, Setting, numb
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError, need
 from w5xde_async.facade.arguments import CODEC, SETTINGS, SILENCE, TEXT, takes
-from w5xde_async.facade.words import Words
+from w5xde_async.facade.words import ADVICE, Words
 from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.updates.config import UpdateConfig
@@ -37,7 +37,7 @@ _FIELDS = {
     "dataset": "dataloader", "gradient_clip_val": "max_grad_norm", "evaluate_every": "val_interval",
     "silence_s": "ack_timeout",
 }  # fmt: skip
-_ALONE = {"set microbatch_size (and drop_last)": "give the DataLoader drop_last=True, or another batch_size"}
+_ALONE = {ADVICE: "give the DataLoader drop_last=True, or another batch_size"}
 WORDS = Words(_FLAGS, _FIELDS, _ALONE | {
     "start the worker with the coordinator's --job": "an Orchestrator of mode=\"local\" needs none",
     "workers need --job: ": "NetworkWorkers cannot compute it, mode=\"local\" can: ",
