@@ -51,9 +51,10 @@ class OnDevice(FalseWorker):
     microbatches that are not halved ``splits`` times. ``claims``: how often it says that it has halved them."""
 
     def __init__(
-        self, *arguments: Any, kind: int, splits: int = 0, lies: bool = False, claims: int | None = None, **named: Any
+        self, *arguments: Any, kind: int, splits: int = 0, lies: str = "", claims: int | None = None, **named: Any
     ) -> None:
-        super().__init__(*arguments, attack=ATTACKS["sign flip"] if lies else honest, **named)
+        """``lies``: the attack."""
+        super().__init__(*arguments, attack=ATTACKS[lies] if lies else honest, **named)
         self._kind, self._halved, self.lies, self._claims = kind, splits, lies, claims
 
     def _false(self, engine: Computing) -> Computing:
@@ -107,7 +108,7 @@ async def run(made: Job, *workers: dict[str, Any], **config: Any) -> Outcome:
 
 
 CPU, GPU, OTHER = {"kind": 0}, {"kind": 1}, {"kind": 2}
-LIAR = {"lies": True}
+LIAR = {"lies": "sign flip"}
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -149,6 +150,27 @@ async def test_of_two_that_nobody_else_computes_like_none_is_put_out():
     assert outcome.finished
     assert outcome.put_out == {}
     assert any(not event.agreed for event in outcome.audits)
+
+
+@pytest.mark.parametrize("others", [(CPU,), (CPU, OTHER), (OTHER, OTHER, OTHER)], ids=["c", "co", "ooo"])
+async def test_zeros_are_found_though_nobody_computes_alike(others: tuple[dict[str, Any], ...]):
+    """As of a device that is broken: with whatever random numbers, what it computes is not next to nothing. Though it
+    were most of what comes, it does not become the usual."""
+    outcome = await run(job(), *others, GPU | {"lies": "zeros"})
+    assert outcome.finished
+    assert set(outcome.put_out) == {str(len(others))}
+    assert "3 results that were looked at" in outcome.put_out[str(len(others))]
+
+
+async def test_gradients_that_vanish_put_nobody_out():
+    """Most samples of this loss have none: the coordinator computes the same nothing."""
+
+    def hinge(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.relu(nn.functional.cross_entropy(output, target, reduction="none") - 1.9).mean()
+
+    outcome = await run(dataclasses.replace(job(60, dropout=0.1), loss=hinge), CPU, GPU, OTHER)
+    assert outcome.finished
+    assert outcome.put_out == {}
 
 
 @pytest.mark.parametrize(("dropout", "norm"), [(0.5, False), (0.0, True)])

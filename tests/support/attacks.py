@@ -46,6 +46,10 @@ def _million(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
     gradients.mul_(1e6)
 
 
+def _zeros(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
+    gradients.zero_()
+
+
 def _sign(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
     gradients.neg_()
 
@@ -82,8 +86,8 @@ def _little(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
 
 
 ATTACKS: Mapping[str, Attack] = {
-    "nan": _nan, "inf": _inf, "x1e6": _million, "sign flip": _sign, "noise": _noise, "stale replay": _replay,
-    "a little is enough": _little,
+    "nan": _nan, "inf": _inf, "x1e6": _million, "zeros": _zeros, "sign flip": _sign, "noise": _noise,
+    "stale replay": _replay, "a little is enough": _little,
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from w5xde_async.plan.verification import (
     Size,
     agrees,
     is_far_larger,
+    is_next_to_nothing,
     when_compared,
     when_disputed,
     when_finished,
@@ -46,9 +47,12 @@ def deviation(relative: float, bucket: int = 0) -> Deviation:
 
 
 def finished(
-    block: Measured, *, others: bool = True, sampled: bool = False, exact: bool = True, done_again: bool = False
-) -> Decision:
-    return when_finished(block, others=others, sampled=sampled, exact=exact, done_again=done_again)
+    block: Measured, *, others: bool = True, sampled: bool = False, exact: bool = True, done_again: bool = False,
+    comparable: bool = True,
+) -> Decision:  # fmt: skip
+    return when_finished(
+        block, others=others, sampled=sampled, exact=exact, done_again=done_again, comparable=comparable
+    )
 
 
 def put_out(decisions: list[Count | Discard | Quarantine]) -> set[str]:
@@ -74,12 +78,25 @@ def test_what_is_usual_counts_unless_it_is_drawn() -> None:
     assert isinstance(finished(USUAL, sampled=True, others=False), Count)
 
 
+def test_of_what_nobody_computes_alike_only_next_to_nothing_is_looked_at_and_only_where_it_is_drawn() -> None:
+    nothing = Measured(True, {"grad": Size(1e-7, 2.0), "mean": Size(0.0, 2.0)})
+    assert nothing.vanishes
+    assert not USUAL.vanishes
+    assert not Measured(True, {"grad": Size(0.0, 2.0), "mean": Size(1.0, 2.0)}).vanishes, "a part of it is there"
+    assert not Measured(True, {"grad": Size(0.0, None)}).vanishes, "nothing is known of what is usual"
+    assert finished(nothing, sampled=True, comparable=False) == Recompute(Why.VANISHING, "vanishing")
+    assert finished(nothing, sampled=True) == Audit(Why.SAMPLED), "the other worker's result says more"
+    assert isinstance(finished(nothing, comparable=False), Count)
+    assert isinstance(finished(USUAL, sampled=True, comparable=False), Count)
+    assert isinstance(finished(nothing, sampled=True, comparable=False, exact=False), Count), "codecs may send nothing"
+
+
 @pytest.mark.parametrize("why", Why)
 @pytest.mark.parametrize("others", [False, True])
 @pytest.mark.parametrize("can", [False, True])
 def test_what_nobody_else_can_compute_is_recomputed_here_where_it_is_odd(why: Why, others: bool, can: bool) -> None:
     decision = when_nobody_else_can(why, others=others, can_recompute=can)
-    odd = why in (Why.NORM, Why.NOT_FINITE)
+    odd = why in (Why.NORM, Why.NOT_FINITE, Why.VANISHING)
     assert isinstance(decision, Recompute if odd and others and can else Count)
 
 
@@ -224,6 +241,22 @@ def test_the_third_far_too_large_result_in_a_row_puts_its_worker_out() -> None:
     assert [[type(one) for one in beside(strikes=strikes)] for strikes in (1, 2, 3)] == [
         [Discard], [Discard], [Discard, Quarantine],
     ]  # fmt: skip
+
+
+def test_the_third_that_is_next_to_nothing_of_those_looked_at_puts_its_worker_out() -> None:
+    found = [beside(strikes=strikes, alike=False, smaller=True) for strikes in (0, 1, 2, 3)]
+    assert [[type(one) for one in decisions] for decisions in found] == [
+        [Count], [Discard], [Discard], [Discard, Quarantine],
+    ]  # fmt: skip
+    assert "3 results that were looked at, the last for step 3, were next to nothing beside" in found[-1][1].reason
+
+
+@pytest.mark.parametrize(
+    ("norm", "true", "nothing"),
+    [(0.0, 1.0, True), (1e-7, 1.0, True), (1e-5, 1.0, False), (0.0, 0.0, False), (1e-7, 1e-5, False)],
+)
+def test_next_to_nothing_is_beside_what_the_block_gives(norm: float, true: float, nothing: bool) -> None:
+    assert is_next_to_nothing({"grad": Size(norm, 2.0)}, {"grad": true}) is nothing
 
 
 @pytest.mark.parametrize(

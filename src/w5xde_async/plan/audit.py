@@ -6,8 +6,10 @@ A finished block is **held** (nothing of it counts yet) while another worker com
   first       nothing is known yet of how large results are
   norm        its norm is over the gate's bound
   not finite  it holds an infinity or a NaN
+  vanishing   drawn by chance, of those that nobody computes alike: it is next to nothing beside what is usual. The
+              coordinator computes it
 
-The last three say nothing against a worker: data may be odd and training may diverge. What counts is whether a second
+The last four say nothing against a worker: data may be odd and training may diverge. What counts is whether a second
 computation comes to the same.
 
 Chance is drawn from a key that only the coordinator knows, so that a worker cannot tell beforehand which of its blocks
@@ -35,6 +37,7 @@ class Why(Enum):
     FIRST = "first"
     NORM = "norm"
     NOT_FINITE = "not finite"
+    VANISHING = "vanishing"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,8 @@ from w5xde_async.plan.audit import Deviation, HeldBlock, Why
 from w5xde_async.plan.numerics import EXACT
 
 _SIZE_FACTOR = 10.0  # a result of which only the size is known may be that much larger than the gradient and usual ones
-_MOST_STRIKES = 3  # of those that are larger, in a row
+_MOST_STRIKES = 3  # of those that are larger, in a row, or next to nothing
+_NEXT_TO_NOTHING = 1e-6  # of what is usual, and of what the block gives: other random numbers do not come to that
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,11 @@ class Size(NamedTuple):
     norm: float
     bound: float | None
 
+    @property
+    def vanishes(self) -> bool:
+        """Whether it is next to nothing beside what is usual."""
+        return self.bound is not None and self.norm <= _NEXT_TO_NOTHING * self.bound
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -125,20 +131,28 @@ class Measured:
                 return Why.NORM
         return None
 
+    @property
+    def vanishes(self) -> bool:
+        """Whether all of it is next to nothing, as of a device that gives zeros."""
+        return all(size.vanishes for size in self.sizes.values())
+
 
 def when_finished(
-    block: Measured, *, others: bool, sampled: bool, exact: bool, done_again: bool
+    block: Measured, *, others: bool, sampled: bool, exact: bool, done_again: bool, comparable: bool = True
 ) -> Count | Audit | Recompute:
     """A block is finished.
 
     ``others``: another worker is here that could compute it. ``sampled``: it was drawn by chance. ``exact``: two honest
-    results of it are alike. ``done_again``: nobody could say what was wrong with it the last time.
+    results of it are alike. ``done_again``: nobody could say what was wrong with it the last time. ``comparable``: one
+    of the others, or the coordinator, computes it alike.
     """
     if not others:
         return Count("no other worker is here")
     why = None if done_again else block.oddity
     if why is None:
-        return Audit(Why.SAMPLED) if sampled and exact else Count("nothing is unusual about it")
+        if sampled and exact and (comparable or block.vanishes):
+            return Audit(Why.SAMPLED) if comparable else Recompute(Why.VANISHING, Why.VANISHING.value)
+        return Count("nothing is unusual about it")
     return Audit(why) if exact else Recompute(why, why.value)
 
 
@@ -147,7 +161,7 @@ def when_nobody_else_can(why: Why, *, others: bool, can_recompute: bool) -> Coun
 
     ``others``: some are here, or were asked. ``can_recompute``: the coordinator can.
     """
-    if why in (Why.NORM, Why.NOT_FINITE) and others and can_recompute:
+    if why in (Why.NORM, Why.NOT_FINITE, Why.VANISHING) and others and can_recompute:
         return Recompute(why, "no other worker can compute it")
     return Count("no other worker can compute it")
 
@@ -158,15 +172,16 @@ def agrees(why: Why, between: Deviation, tolerance: float, *, may_overflow: bool
 
 
 def when_compared(
-    why: Why, between: Deviation, *, agreed: bool, alike: bool = True, can_judge: bool = True
+    why: Why, between: Deviation, *, agreed: bool, alike: bool = True, can_judge: bool = True, vanishes: bool = False
 ) -> Count | Recompute:
     """Another worker has computed it too.
 
     ``alike``: two honest results are. ``can_judge``: an honest one is like what the coordinator would compute.
+    ``vanishes``: it is next to nothing beside what is usual.
     """
     if agreed:
         return Count("another worker computed the same")
-    if not (alike or can_judge or why in (Why.NORM, Why.NOT_FINITE)):
+    if not (alike or can_judge or vanishes or why in (Why.NORM, Why.NOT_FINITE)):
         return Count("it cannot be compared with what others compute")
     return Recompute(why, f"another worker computed something else ({between})")
 
@@ -223,15 +238,20 @@ def is_far_larger(sizes: Mapping[str, Size], true: Mapping[str, float]) -> bool:
     return any(size.norm > _SIZE_FACTOR * max(true.get(role, 0.0), size.bound or 0.0) for role, size in sizes.items())
 
 
+def is_next_to_nothing(sizes: Mapping[str, Size], true: Mapping[str, float]) -> bool:
+    """Whether a result is so beside a gradient of the ``true`` sizes, by role, which is not."""
+    return bool(sizes) and all(size.norm < _NEXT_TO_NOTHING * true.get(role, 0.0) for role, size in sizes.items())
+
+
 def when_only_sizes_compare(
     held: HeldBlock, not_finite: Sequence[int], *, true_is_finite: bool, strikes: int, alike: bool = True,
-    may_overflow: bool = False,
+    may_overflow: bool = False, smaller: bool = False,
 ) -> list[Count | Discard | Quarantine]:  # fmt: skip
     """The coordinator has computed what a worker has sent by a lossy codec, or not ``alike``: other random numbers.
 
     ``not_finite``: buckets of the result that hold an infinity or a NaN; without a lie that ``may_overflow``.
     ``strikes``: results of the worker in a row, this one among them, that were far larger than their blocks give, or
-    not finite where they are not alike.
+    not finite where they are not alike; or, where it is ``smaller``, next to nothing, of those that were looked at.
     """
     if not true_is_finite:
         return [Count("training diverges")]  # nobody is to blame
@@ -243,8 +263,12 @@ def when_only_sizes_compare(
         return [Discard("it is not finite, and the block is"), Quarantine(worker, reason)]
     if not strikes:
         return [Count("it is about as large as what the coordinator computed")]
-    decisions: list[Count | Discard | Quarantine] = [Discard("it is far larger than what the block gives")]
+    size = (
+        "next to nothing beside" if smaller else "not finite, or far larger than," if not_finite else "far larger than"
+    )
+    decisions: list[Count | Discard | Quarantine] = [Discard(f"it is {size} what the block gives")]
     if strikes >= _MOST_STRIKES:
-        reason = f"{strikes} results in a row, the last for step {held.step}, were far larger than their blocks give"
+        in_a_row = "that were looked at" if smaller else "in a row"
+        reason = f"{strikes} results {in_a_row}, the last for step {held.step}, were {size} what their blocks give"
         decisions.append(Quarantine(held.worker, reason))
     return decisions

@@ -41,6 +41,7 @@ from w5xde_async.plan.verification import (
     Size,
     agrees,
     is_far_larger,
+    is_next_to_nothing,
     when_compared,
     when_disputed,
     when_finished,
@@ -150,6 +151,7 @@ class Verification:
         self._draws = False  # random numbers are in this run's blocks, by more than one word
         self._disputes: dict[str, set[str]] = {}  # member -> members of its kind that computed something else
         self._strikes: dict[str, int] = {}  # worker -> results in a row that were larger than can be
+        self._vanished: dict[str, int] = {}  # worker -> results that were next to nothing, of those looked at
         roles = {group.role for group in self._layout.groups} & {"grad", "mean"}
         self._gates = {} if gate is None else {role: BlockGate(gate) for role in sorted(roles)}
         self._roles = {bucket.index: self._layout.groups[bucket.group].role for bucket in self._layout.result_buckets}
@@ -211,11 +213,10 @@ class Verification:
         block.samples = plan.samples_in(start, stop)
         measured = Measured(all(map(math.isfinite, (*norms.values(), *block.done.losses))), self._sizes(block))
         done_again = (grant.step, start) in self._done_again
+        sampled = not done_again and self._auditor.draw(grant.step, grant.block, plan.num_leaves, grant.worker)
         decision = when_finished(
-            measured, exact=self._exact, done_again=done_again,
-            others=self._has_others(block),
-            sampled=not done_again and self._auditor.draw(grant.step, grant.block, plan.num_leaves, grant.worker)
-            and self._can_be_compared(block),
+            measured, exact=self._exact, done_again=done_again, others=self._has_others(block), sampled=sampled,
+            comparable=sampled and self._can_be_compared(block),
         )  # fmt: skip
         if isinstance(decision, Count):
             self._strikes.pop(grant.worker, None)
@@ -427,6 +428,7 @@ class Verification:
         """The worker is gone; blocks that it has finished stay."""
         self._machines.pop(worker, None)
         self._strikes.pop(worker, None)
+        self._vanished.pop(worker, None)
         self._disputes.pop(worker, None)
         for others in self._disputes.values():
             others.discard(worker)
@@ -508,7 +510,10 @@ class Verification:
         alike = first.is_like(second)
         like_own = self._own(first.splits, drew=both_drew).is_like(first)
         can_judge = like_own and self._recomputation is not None
-        decision = when_compared(held.why, between, agreed=agreed, alike=alike, can_judge=can_judge)
+        vanishes = self._recomputation is not None and all(size.vanishes for size in self._sizes(block).values())
+        decision = when_compared(
+            held.why, between, agreed=agreed, alike=alike, can_judge=can_judge, vanishes=vanishes
+        )  # fmt: skip
         if agreed or alike:
             self._context.run.bus.publish(
                 Audited(
@@ -600,18 +605,25 @@ class Verification:
         finite = all(map(math.isfinite, norms.values()))
         odd = [bucket for bucket, norm in block.norms.items() if not math.isfinite(norm)]
         may_overflow = self._precision == "fp16" and block.origin.kind != self._own_kind
-        strikes = 0
+        strikes, smaller = 0, False
         if finite and not (odd and (alike or may_overflow)):
-            if odd or is_far_larger(self._sizes(block), self._mean_norms(norms, block.samples)):
-                strikes = self._strikes[worker] = self._strikes.get(worker, 0) + 1
+            sizes, true = self._sizes(block), self._mean_norms(norms, block.samples)
+            smaller = self._exact and not odd and is_next_to_nothing(sizes, true)
+            known = self._vanished if smaller else self._strikes
+            if smaller or odd or is_far_larger(sizes, true):
+                strikes = known[worker] = known.get(worker, 0) + 1
             else:
                 self._strikes.pop(worker, None)
+                self._vanished.pop(worker, None)
+                if held.why is Why.VANISHING:
+                    self._auditor.agreed(worker)
         return self._rule(
             block,
             *when_only_sizes_compare(
-                held, odd, true_is_finite=finite, strikes=strikes, alike=alike, may_overflow=may_overflow
+                held, odd, true_is_finite=finite, strikes=strikes, alike=alike, may_overflow=may_overflow,
+                smaller=smaller,
             ),
-        )
+        )  # fmt: skip
 
     def _rule(self, block: FinishedBlock, *decisions: Decision) -> Ruling:
         """The block is held no longer; where it counts, what is usual is learned from it."""
@@ -620,8 +632,9 @@ class Verification:
                 known.remove(block)
         void = self._end_audit(block)
         if any(isinstance(one, Count) for one in decisions) and all(map(math.isfinite, block.norms.values())):
-            for role, norm in self._mean_norms(block.norms, block.samples).items():
-                self._gates[role].learn(norm, block.samples)
+            for role, size in self._sizes(block).items():
+                if not size.vanishes:  # a worker that gives nothing but zeros must not make zeros the usual
+                    self._gates[role].learn(size.norm, block.samples)
         return Ruling(block, decisions, void)
 
     def _end_audit(self, block: FinishedBlock) -> BlockGrant | None:
