@@ -51,11 +51,13 @@ class OnDevice(FalseWorker):
     microbatches that are not halved ``splits`` times. ``claims``: how often it says that it has halved them."""
 
     def __init__(
-        self, *arguments: Any, kind: int, splits: int = 0, lies: str = "", claims: int | None = None, **named: Any
-    ) -> None:
-        """``lies``: the attack."""
+        self, *arguments: Any, kind: int, splits: int = 0, lies: str = "", claims: int | None = None,
+        loss: float | None = None, **named: Any,
+    ) -> None:  # fmt: skip
+        """``lies``: the attack. ``loss``: what it says the losses were."""
         super().__init__(*arguments, attack=ATTACKS[lies] if lies else honest, **named)
         self._kind, self._halved, self.lies, self._claims = kind, splits, lies, claims
+        self._loss = loss
 
     def _false(self, engine: Computing) -> Computing:
         assert isinstance(engine, Engine)
@@ -65,6 +67,11 @@ class OnDevice(FalseWorker):
         if (claims := self._claims) is not None:
             compute = false.compute
             false.compute = lambda *given: dataclasses.replace(compute(*given), splits=claims)  # type: ignore[method-assign]
+        if (loss := self._loss) is not None:
+            compute = false.compute
+            false.compute = lambda task, emit: dataclasses.replace(  # type: ignore[method-assign]
+                compute(task, emit), losses=[loss] * len(task.samples)
+            )
         return false
 
     async def _prepare(self, *given: Any) -> Any:
@@ -160,6 +167,16 @@ async def test_zeros_are_found_though_nobody_computes_alike(others: tuple[dict[s
     assert outcome.finished
     assert set(outcome.put_out) == {str(len(others))}
     assert "3 results that were looked at" in outcome.put_out[str(len(others))]
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+async def test_losses_that_are_not_finite_are_found_though_nobody_computes_alike(loss: float):
+    """With gradients that are: no display shows a loss any more."""
+    outcome = await run(job(), CPU, GPU | {"loss": loss}, OTHER)
+    assert outcome.finished
+    assert set(outcome.put_out) == {"1"}
+    assert "3 results in a row" in outcome.put_out["1"]
+    assert "were not finite, unlike what their blocks give" in outcome.put_out["1"]
 
 
 async def test_gradients_that_vanish_put_nobody_out():

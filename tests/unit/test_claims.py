@@ -33,6 +33,7 @@ def test_nobody_took_longer_than_was_seen():
     ("changes", "reason"),
     [
         ({"losses": (0.0,)}, "1 losses"),
+        ({"losses": (0.0, -1e39)}, r"a loss of -1e\+39, and losses are float32"),
         ({"metrics": (1.0,)}, "1 metrics"),
         ({"metric_names": ("m",), "metrics": (1.0,)}, "1 metrics"),
         ({"absent": (10**6,)}, "as absent"),

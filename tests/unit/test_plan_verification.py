@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -214,7 +215,7 @@ def test_the_most_of_a_kind_decide_what_nobody_else_computes_alike(
 # -- lossy codecs, and other random numbers
 
 
-def beside(not_finite: tuple[int, ...] = (), *, finite: bool = True, strikes: int = 0, **how: bool) -> list[Decision]:
+def beside(not_finite: tuple[int, ...] = (), *, finite: bool = True, strikes: int = 0, **how: Any) -> list[Decision]:
     block = held("a", b0="a", b1="b")
     return [*when_only_sizes_compare(block, not_finite, true_is_finite=finite, strikes=strikes, **how)]
 
@@ -244,7 +245,8 @@ def test_the_third_far_too_large_result_in_a_row_puts_its_worker_out() -> None:
 
 
 def test_the_third_that_is_next_to_nothing_of_those_looked_at_puts_its_worker_out() -> None:
-    found = [beside(strikes=strikes, alike=False, smaller=True) for strikes in (0, 1, 2, 3)]
+    how: dict[str, Any] = {"alike": False, "size": "next to nothing beside", "in_a_row": False}
+    found = [beside(strikes=strikes, **how) for strikes in (0, 1, 2, 3)]
     assert [[type(one) for one in decisions] for decisions in found] == [
         [Count], [Discard], [Discard], [Discard, Quarantine],
     ]  # fmt: skip

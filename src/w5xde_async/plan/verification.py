@@ -245,13 +245,13 @@ def is_next_to_nothing(sizes: Mapping[str, Size], true: Mapping[str, float]) -> 
 
 def when_only_sizes_compare(
     held: HeldBlock, not_finite: Sequence[int], *, true_is_finite: bool, strikes: int, alike: bool = True,
-    may_overflow: bool = False, smaller: bool = False,
+    may_overflow: bool = False, size: str = "far larger than", in_a_row: bool = True,
 ) -> list[Count | Discard | Quarantine]:  # fmt: skip
     """The coordinator has computed what a worker has sent by a lossy codec, or not ``alike``: other random numbers.
 
     ``not_finite``: buckets of the result that hold an infinity or a NaN; without a lie that ``may_overflow``.
-    ``strikes``: results of the worker in a row, this one among them, that were far larger than their blocks give, or
-    not finite where they are not alike; or, where it is ``smaller``, next to nothing, of those that were looked at.
+    ``strikes``: results of the worker, this one among them, that were not of the ``size`` that their blocks give, in
+    words: ``in_a_row``, or of those that were looked at.
     """
     if not true_is_finite:
         return [Count("training diverges")]  # nobody is to blame
@@ -263,12 +263,9 @@ def when_only_sizes_compare(
         return [Discard("it is not finite, and the block is"), Quarantine(worker, reason)]
     if not strikes:
         return [Count("it is about as large as what the coordinator computed")]
-    size = (
-        "next to nothing beside" if smaller else "not finite, or far larger than," if not_finite else "far larger than"
-    )
     decisions: list[Count | Discard | Quarantine] = [Discard(f"it is {size} what the block gives")]
     if strikes >= _MOST_STRIKES:
-        in_a_row = "that were looked at" if smaller else "in a row"
-        reason = f"{strikes} results {in_a_row}, the last for step {held.step}, were {size} what their blocks give"
+        those = "in a row" if in_a_row else "that were looked at"
+        reason = f"{strikes} results {those}, the last for step {held.step}, were {size} what their blocks give"
         decisions.append(Quarantine(held.worker, reason))
     return decisions

@@ -605,12 +605,17 @@ class Verification:
         finite = all(map(math.isfinite, norms.values()))
         odd = [bucket for bucket, norm in block.norms.items() if not math.isfinite(norm)]
         may_overflow = self._precision == "fp16" and block.origin.kind != self._own_kind
-        strikes, smaller = 0, False
+        strikes, size, known = 0, "", self._strikes
         if finite and not (odd and (alike or may_overflow)):
             sizes, true = self._sizes(block), self._mean_norms(norms, block.samples)
-            smaller = self._exact and not odd and is_next_to_nothing(sizes, true)
-            known = self._vanished if smaller else self._strikes
-            if smaller or odd or is_far_larger(sizes, true):
+            honest_loss = may_overflow or not all(map(math.isfinite, reference.losses))
+            if self._exact and not odd and is_next_to_nothing(sizes, true):
+                size, known = "next to nothing beside", self._vanished
+            elif odd or not (honest_loss or all(map(math.isfinite, block.done.losses))):
+                size = "not finite, unlike"
+            elif is_far_larger(sizes, true):
+                size = "far larger than"
+            if size:
                 strikes = known[worker] = known.get(worker, 0) + 1
             else:
                 self._strikes.pop(worker, None)
@@ -621,7 +626,7 @@ class Verification:
             block,
             *when_only_sizes_compare(
                 held, odd, true_is_finite=finite, strikes=strikes, alike=alike, may_overflow=may_overflow,
-                smaller=smaller,
+                size=size, in_a_row=known is self._strikes,
             ),
         )  # fmt: skip
 

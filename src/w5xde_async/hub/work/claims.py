@@ -7,6 +7,7 @@ coordinator saw pass. Who is outside of that ends its own session, by a RemoteEr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from msgspec.structs import replace
@@ -16,6 +17,7 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.wire.messages import MOST_METRICS, Done
 
 _MOST_NAMES = 16 * MOST_METRICS  # of metrics in one run, whoever says them
+_LARGEST = (2 - 2**-23) * 2.0**127  # that is finite in float32
 _MOST_WORKERS = 4096  # whose metrics are remembered
 
 
@@ -51,6 +53,8 @@ class Claims:
         """
         if len(done.losses) != leaves:
             raise RemoteError(f"it reported {len(done.losses)} losses for lease {done.lease} of {leaves} leaves")
+        if any(_LARGEST < abs(loss) < math.inf for loss in done.losses):
+            raise RemoteError(f"it reported a loss of {max(done.losses, key=abs):.3g}, and losses are float32")
         self.check_lists(done)
         if len(done.metrics) != leaves * len(done.metric_names):
             raise RemoteError(f"it reported {len(done.metrics)} metrics for {leaves} leaves")
