@@ -36,6 +36,8 @@ def job_of(trainer: Trainer) -> Job:
     A step has ``per_device_train_batch_size * gradient_accumulation_steps`` samples, a microbatch the former. Each
     microbatch counts by its samples, not by its tokens. Raises JobError for what cannot be taken over.
     """
+    if not isinstance(trainer, Trainer):
+        raise JobError("hf.job_of", f"it is given a {type(trainer).__name__}", "give a Trainer of transformers")
     _refuse(trainer)
     args = trainer.args
     # What the job asks of the trainer is asked of a copy, so that the trainer itself stays as it is.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from w5xde_async.errors import JobError, in_one_line
+from w5xde_async.errors import JobError, UsageError, in_one_line
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import is_interrupt
 
@@ -110,6 +110,9 @@ class Job:
         hint = "write optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=...)"
         need(callable(self.optimizer), "optimizer is not a function", hint)
         need(self.scheduler is None or callable(self.scheduler), "scheduler is not a function of the optimizer")
+        for name in ("loss", "step", "collate", "evaluate"):
+            given = getattr(self, name)
+            need(given is None or callable(given), f"{name} is a {type(given).__name__}, not a function")
         need(self.loss is None or self.step is None, "both loss and step are given", "give one of them")
         divides = self.parallelize is None or callable(self.parallelize)
         need(divides, "parallelize is not a function of the model and the mesh")
@@ -383,6 +386,13 @@ def logits_of(output: Any) -> Any:
         return output
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     return output if logits is None else logits
+
+
+def require_job(job: object, taker: str) -> None:
+    """Raises UsageError where it is none: ``taker`` asks for a Job."""
+    if not isinstance(job, Job):
+        made = f"; give {job.__qualname__}()" if isinstance(job, FunctionType) else ""
+        raise UsageError(f"{taker} takes a Job, not a {type(job).__name__}{made}")
 
 
 def load_job(reference: str) -> Job:

@@ -50,6 +50,8 @@ def job_of(
     A step has ``accumulate_grad_batches`` batches of the training DataLoader, of which each is a microbatch. Raises
     JobError for what cannot be taken over.
     """
+    for given, has, wanted in ((trainer, "fit", "Trainer"), (model, "training_step", "LightningModule")):
+        _need(hasattr(given, has), "lightning.job_of", f"it is given a {type(given).__name__}", f"give a {wanted}")
     if hasattr(train_dataloaders, "train_dataloader"):  # as fit takes one
         train_dataloaders, datamodule = None, train_dataloaders
     data = datamodule if datamodule is not None else model

@@ -344,6 +344,11 @@ def test_what_would_change_the_result_is_refused_by_name(
         job_of(made(tmp_path, arguments=arguments, **given))
 
 
+def test_what_is_no_trainer_is_refused() -> None:
+    with pytest.raises(JobError, match=r"hf\.job_of: it is given a Linear; give a Trainer of transformers"):
+        job_of(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
 def test_that_evaluations_are_made_at_other_steps_is_said(tmp_path: Path) -> None:
     arguments = {"eval_strategy": "steps", "eval_steps": 2, "eval_delay": 3, "eval_on_start": True}
     with pytest.warns(UserWarning, match="eval_delay 3: evaluations before it are made.*eval_on_start"):

@@ -483,6 +483,18 @@ async def test_the_steps_that_are_done_again_are_counted(tmp_path: Path) -> None
     assert f"steps 1 to {told}, at least, were done before; they are done again" in found.resume.notes
 
 
+async def test_steps_beyond_the_end_that_is_asked_for_now_are_not_said_to_be_done_again(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    told = await crash(jobs.mlp_sgd, tmp_path / "run", at=7, left=left, durability="checkpoint", checkpoint_every=3)
+    with (left / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "step_committed", "step": told}) + "\n")
+    found = await asyncio.to_thread(prepared, jobs.mlp_sgd, left, durability="checkpoint", max_steps=4)
+    first = found.resume.step
+    assert 4 <= first < told
+    gone = "what they made is gone, and the run is to go no further"
+    assert f"steps {first + 1} to {told}, at least, were done before; {gone}" in found.resume.notes
+
+
 async def test_a_checkpoint_counts_when_the_lines_of_its_steps_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

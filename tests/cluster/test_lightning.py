@@ -376,6 +376,11 @@ def plateau(model: Any) -> Any:
             "its own WeightedRandomSampler",
             lambda pl: (trainer(pl), module(pl), loader(sampler=WeightedRandomSampler([1.0] * 48, 48))),
         ),
+        ("lightning.job_of: it is given a int; give a Trainer", lambda pl: (5, module(pl), loader())),
+        (
+            "lightning.job_of: it is given a Linear; give a LightningModule",
+            lambda pl: (trainer(pl), nn.Linear(1, 1), loader()),
+        ),
         ("it has no end", lambda pl: (trainer(pl, max_epochs=-1), module(pl), loader())),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

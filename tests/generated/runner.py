@@ -427,8 +427,6 @@ def run(scenario: Scenario, *, verbose: bool = False) -> Report:
     logger.addHandler(handler)
     logger.setLevel(logging.ERROR)
     logger.propagate = False
-    stamina, before = logging.getLogger("stamina"), logging.getLogger("stamina").level
-    stamina.setLevel(logging.CRITICAL)
     state = random.getstate()
     random.seed(f"{scenario.seed}/jitter")
     one.loop.limit_s = one.bound_s() + _HARD_S
@@ -447,7 +445,6 @@ def run(scenario: Scenario, *, verbose: bool = False) -> Report:
     finally:
         patched.undo()
         random.setstate(state)
-        stamina.setLevel(before)
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate

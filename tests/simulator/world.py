@@ -218,7 +218,6 @@ def simulate(
     logger.addHandler(handler)
     logger.setLevel(logging.ERROR)
     logger.propagate = False
-    logging.getLogger("stamina").setLevel(logging.CRITICAL)
     real = coordinator_run.SyncTraining
     coordinator_run.SyncTraining = WatchedTraining  # type: ignore[misc]
     try:

@@ -51,7 +51,7 @@ MISSING = {
 }
 THIRD_PARTIES = """asyncio.subprocess concurrent.futures.process cryptography.x509 lz4.frame matplotlib.pyplot msgpack
 msgspec multiprocessing.connection numpy prometheus_client rich.console rich.live safetensors.torch sklearn.datasets
-stamina starlette.applications tensorboardX torch.distributed.fsdp torch.distributed.pipelining
+starlette.applications tensorboardX torch.distributed.fsdp torch.distributed.pipelining
 torch.utils.data tqdm uvicorn"""
 TICKS_PER_S = 64  # of Windows' clock
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from w5xde_async import CoordinatorConfig, Job, LocalCluster, RunResult, W5xdeError
+from w5xde_async import Coordinator, CoordinatorConfig, Job, LocalCluster, RunResult, W5xdeError, Worker
 from w5xde_async.errors import LocalError, StoreError, UsageError
+from w5xde_async.telemetry.events import Bus
 
 
 def linear_job(**settings: Any) -> Job:
@@ -63,6 +65,58 @@ async def test_the_trained_model_is_there_afterwards() -> None:
         loss = nn.functional.cross_entropy(cluster.model(x), (x.sum(1) > 0).long())
     assert result.loss is not None
     assert loss < result.loss + 0.1
+
+
+async def test_it_is_left_in_good_order_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """Its workers are not to wait for a coordinator that comes back."""
+    async with LocalCluster(linear_job(max_steps=ENDLESS), 2) as cluster:
+        await cluster.wait_for_workers(2, 10)
+        tasks = [task for task in asyncio.all_tasks() if task.get_name().startswith("worker ")]
+        assert len(tasks) == 2
+        await cluster.coordinator.aclose()
+        assert not any(task.done() for task in tasks), "who closes the coordinator alone may start it again"
+    assert all(task.done() for task in tasks)
+    caplog.clear()
+    async with LocalCluster(linear_job(max_steps=ENDLESS), 2) as cluster:
+        await cluster.wait_for_workers(2, 10)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+async def test_what_a_person_should_read_is_in_the_log_where_no_bus_was_given(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(model: nn.Module) -> dict[str, float]:
+        raise OSError("no data to evaluate on")
+
+    job = linear_job(evaluate=broken, evaluate_every=10)
+    async with LocalCluster(job, 1) as cluster:
+        assert (await cluster.wait()).outcome == "finished"
+    assert "evaluate raised OSError: no data to evaluate on" in caplog.text
+    caplog.clear()
+    async with LocalCluster(job, 1, bus=Bus()) as cluster:
+        await cluster.wait()
+    assert "no data to evaluate on" not in caplog.text, "whoever gives a bus shows what is on it"
+
+
+def test_what_is_no_job_or_no_number_of_workers_is_refused_in_words() -> None:
+    with pytest.raises(UsageError, match=r"LocalCluster takes a Job, not a function; give linear_job\(\)"):
+        LocalCluster(linear_job)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="Coordinator takes a Job, not a Linear"):
+        Coordinator(nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="Worker takes a Job, not a int"):
+        Worker("127.0.0.1:1", job=5)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"the server is \('localhost', 5\); give host:port or a join string"):
+        Worker(("localhost", 5))  # type: ignore[arg-type]
+    number: Any
+    for number in (-1, "2", 1.5, None, True):
+        with pytest.raises(UsageError, match=f"the number of workers is {number!r}; give a whole number"):
+            LocalCluster(linear_job(), number)
+
+
+async def test_scaling_to_no_number_is_refused() -> None:
+    async with LocalCluster(linear_job(max_steps=ENDLESS), 1) as cluster:
+        number: Any
+        for number in (-1, "2", 1.5):
+            with pytest.raises(UsageError, match=f"the number of workers is {number!r}"):
+                await cluster.scale(number)
 
 
 async def test_scaling_up_and_down() -> None:

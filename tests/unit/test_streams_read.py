@@ -252,6 +252,22 @@ def test_a_generator_that_raises_ends_the_run(sharded: bool) -> None:
         assert caught.value.__cause__.__notes__ == ["at record 3 of shard 1"]
 
 
+def test_a_shard_that_cannot_be_opened_is_named_and_nobody_is_told_to_decode() -> None:
+    def missing(shard: str) -> Any:
+        raise FileNotFoundError(2, "No such file", shard)
+
+    with pytest.raises(JobError) as caught:
+        StreamReader(job(ShardedStream(["gone.jsonl"], open=missing, decode=int), shuffle=False)).read(range(3))
+    assert "No such file" in str(caught.value)
+    assert "at record 0 of shard 'gone.jsonl'" in str(caught.value)
+    assert "decode" not in str(caught.value)
+
+
+def test_shards_are_several() -> None:
+    with pytest.raises(JobError, match=r"its shards are one text, 'data\.jsonl'; give a list of them"):
+        ShardedStream("data.jsonl", open=open)
+
+
 def test_marks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_MOST_MARKS", 16)
     made = job(stream("stateful", range(3000), 3000))

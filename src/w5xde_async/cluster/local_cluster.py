@@ -21,7 +21,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import LocalError, UsageError
-from w5xde_async.job import Job, load_job
+from w5xde_async.job import Job, load_job, require_job
 from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.events import Best, Bus, Event, WorkerJoined, WorkerLeft
 from w5xde_async.telemetry.notebook import html_table
@@ -54,9 +54,11 @@ class LocalCluster:
 
         Entering raises what ``start`` raises.
         """
-        self._given, self._n_workers, self._threads = job, n_workers, threads
+        if not isinstance(job, str):
+            require_job(job, "LocalCluster")
+        self._given, self._n_workers, self._threads = job, _count(n_workers), threads
         self._replica = None if isinstance(job, str) else with_own_model(job)  # before it is trained in place
-        self._run_dir, self._bus, self._runtime = run_dir, bus or Bus(), runtime
+        self._run_dir, self._bus, self._runtime = run_dir, bus or Bus(log_warnings=True), runtime
         self._asked = config is not None  # for how many workers the first step waits
         self._config = config or CoordinatorConfig(port=0, min_workers=max(n_workers, 1), dashboard=dashboard)
         self._coordinator: Coordinator | None = None
@@ -136,7 +138,7 @@ class LocalCluster:
         """
         if self._workers is None:
             raise UsageError("the cluster is not running; use async with, or await start() first")
-        await self._workers.scale(n)
+        await self._workers.scale(_count(n))
 
     async def wait_for_workers(self, n: int, timeout_s: float = 60.0) -> None:
         """Return when ``n`` workers have joined. Raises TimeoutError, and what ended the run if that comes first.
@@ -184,6 +186,8 @@ class LocalCluster:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
+        if isinstance(self._workers, TaskWorkers):
+            self._workers.end_with_coordinator()
         try:
             if self._coordinator is not None:
                 await self._coordinator.aclose()
@@ -220,3 +224,10 @@ class LocalCluster:
             self._workers.heard(event)
         if isinstance(event, WorkerJoined | WorkerLeft):
             self._changed.set()
+
+
+def _count(n: object) -> int:
+    """A number of workers. Raises UsageError."""
+    if type(n) is not int or n < 0:
+        raise UsageError(f"the number of workers is {n!r}; give a whole number that is not negative")
+    return n

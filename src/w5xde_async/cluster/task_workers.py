@@ -72,6 +72,11 @@ class TaskWorkers:
                 await asyncio.wait(tasks)
                 raise
 
+    def end_with_coordinator(self) -> None:
+        """They are not to wait for it to come back."""
+        for worker, _ in self._running:
+            worker.end_with_coordinator()
+
     async def aclose(self) -> None:
         """All of them leave. May be called twice."""
         await self.scale(0)

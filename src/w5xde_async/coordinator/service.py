@@ -43,7 +43,7 @@ from w5xde_async.errors import (
 )
 from w5xde_async.hub.members.access import Access
 from w5xde_async.hub.members.session import Session
-from w5xde_async.job import Job, shown_end
+from w5xde_async.job import Job, require_job, shown_end
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.join import Invitation
 from w5xde_async.net.link import Link
@@ -81,14 +81,16 @@ class Coordinator:
         record: bool = True,
         runtime: Runtime | None = None,
     ) -> None:
-        """``run_dir`` None keeps nothing on disk. ``settings`` is what ``config.toml`` will hold (no secrets).
+        """``run_dir`` None keeps nothing on disk. ``settings`` is what ``config.toml`` will hold (no secrets). Without
+        ``bus`` what a person should read goes to the log.
 
         ``callbacks`` are given every event (``telemetry.events``); one that raises is left out, the run goes on.
         ``record`` False: no ``metrics.jsonl`` and no plot in the run directory. ``runtime``: where clock, threads,
         links, files and random bytes come from, if not from this machine.
         """
+        require_job(job, "Coordinator")
         self.job, self.config = job, config or CoordinatorConfig()
-        self.bus = bus or Bus()
+        self.bus = bus or Bus(log_warnings=True)
         self._record, self._runtime = record, runtime or Runtime()
         self.name = name or (Path(run_dir).name if run_dir is not None else type(job.dataset).__name__.lower())
         self._run_path = None if run_dir is None else Path(run_dir)

@@ -629,6 +629,8 @@ class Loader:
         text, indices = LeafFailed.shown(error), plan.leaf_indices(leaf).tolist()
         sample, most = getattr(error, AT_FAULT, None), self.bad.most
         hint = f"{most} others were left out already" if most else "--max-bad-samples N leaves up to N such samples out"
+        if self._job.streamed:
+            hint += "; a stream's count anew each epoch"
         if sample is None:
             hint = "no single sample is at fault"
         return LeafFailed(plan.step, leaf, indices, 1, f"while reading the dataset ({hint}):\n{text}", sample=sample)

@@ -36,6 +36,8 @@ class ShardedStream(IterableDataset[Any]):
     ) -> None:
         if not shards:
             raise JobError("ShardedStream", "there are no shards", "look at what lists them")
+        if isinstance(shards, str | bytes):
+            raise JobError("ShardedStream", f"its shards are one text, {shards!r:.200}", "give a list of them")
         self.shards, self._open, self._decode = list(shards), open, decode
         self._length, self._shuffle, self._seed = length, shuffle_shards, seed
         self._epoch = 0
@@ -86,6 +88,7 @@ class _Iteration:
         self._shards, self._open, self._decode = shards, open, decode
         self.at = begin
         self.goes_on_after_errors = True  #: a record that cannot be decoded is the only one that is lost
+        self.unopened = False  #: what ended it was ``open``, not a record
         self._opened: Any = None
         self._records: Iterator[Any] | None = None
 
@@ -111,7 +114,7 @@ class _Iteration:
                 turn, offset = self.at = (turn + 1, 0)
                 continue
             except Exception as error:
-                self.goes_on_after_errors = False
+                self.goes_on_after_errors, self.unopened = False, self._opened is None
                 self.close()
                 error.add_note(f"at record {offset} of shard {self._shards[turn]!r:.200}")
                 raise

@@ -294,7 +294,8 @@ class StreamReader:
                     self._failed = None
                 except StopIteration:
                     if self._failed is not None and not getattr(self._iterator, "goes_on_after_errors", False):
-                        raise self._broke_off(here, len(samples), self._failed) from self._failed
+                        unopened = getattr(self._iterator, "unopened", False)
+                        raise self._broke_off(here, len(samples), self._failed, unopened=unopened) from self._failed
                     break
                 except MemoryError:
                     raise
@@ -317,12 +318,18 @@ class StreamReader:
         return source, iter(source)
 
     @staticmethod
-    def _broke_off(here: Mark, taken: int, error: Exception) -> JobError:
+    def _broke_off(here: Mark, taken: int, error: Exception, *, unopened: bool) -> JobError:
         said = headline(LeafFailed.shown(error))
+        hint = (
+            ""
+            if unopened
+            else "a generator gives nothing after it has raised; have ShardedStream decode its records (decode=...)"
+        )
+        if notes := getattr(error, "__notes__", []):  # as ShardedStream's: at which record of which shard
+            said = f"{said}, {notes[-1]}"
         return JobError(
-            "dataset", f"the stream broke off at sample {here.offset + taken - 1} of epoch {here.epoch}: {said}",
-            "a generator gives nothing after it has raised; have ShardedStream decode its records (decode=...)",
-        )  # fmt: skip
+            "dataset", f"the stream broke off at sample {here.offset + taken - 1} of epoch {here.epoch}: {said}", hint
+        )
 
     def _state(self) -> Any:
         """What the dataset says of where it is; None where that cannot be kept."""

@@ -71,7 +71,6 @@ def block_on(main: Callable[[], Coroutine[Any, Any, _T]], *, instead: str, words
         pass
     else:
         raise UsageError(f"this call blocks, and an event loop runs in this thread: use {instead}, or another thread")
-    logging.getLogger("stamina").setLevel(logging.ERROR)  # an attempt to connect is no news
     with words.said(), _ended_at_exit(serves) as running, asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:
             return runner.run(running.call(main))

@@ -433,9 +433,13 @@ Subscriber = Callable[[Event], None]
 
 
 class Bus:
-    """Delivers events to subscribers, in order of subscription, on the caller's thread."""
+    """Delivers events to subscribers, in order of subscription, on the caller's thread.
 
-    def __init__(self) -> None:
+    ``log_warnings``: for who has given no bus, and so shows nothing, what a person should read goes to the log.
+    """
+
+    def __init__(self, *, log_warnings: bool = False) -> None:
+        self._log_warnings = log_warnings
         self._subscribers: list[Subscriber] = []
         self._samplers: list[Subscriber] = []  # those of them that take samples too
 
@@ -461,6 +465,8 @@ class Bus:
 
     def publish(self, event: Event) -> None:
         """Give ``event`` to every subscriber; one that raises is dropped, loudly."""
+        if self._log_warnings and isinstance(event, Warned):
+            logger.warning("%s", event.text)
         for subscriber in tuple(self._samplers if isinstance(event, Sample) else self._subscribers):
             try:
                 with users_code():

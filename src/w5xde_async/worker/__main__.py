@@ -130,7 +130,6 @@ def _show_log(settings: WorkerSettings) -> None:
         level = logging.WARNING  # an island's head says it for all
     handler.setLevel(level)
     attach(handler, level)
-    logging.getLogger("stamina").setLevel(logging.ERROR)  # an attempt to connect is no news
 
 
 def _work(

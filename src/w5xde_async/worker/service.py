@@ -19,7 +19,7 @@ from w5xde_async.compute.engine import choose_device, device_name, use_determini
 from w5xde_async.compute.program.sandbox import Computing, unsupported
 from w5xde_async.data.config import ReadersConfig
 from w5xde_async.errors import LinkLost, ProgramRefused, RefusalCode, Refused, RemoteError, UsageError
-from w5xde_async.job import Job
+from w5xde_async.job import Job, require_job
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.openmp import compute_with, release_helpers
@@ -78,6 +78,10 @@ class Worker:
         Raises UsageError for a bad
         address, TLS files that cannot be used, or a device that is not there.
         """
+        if not isinstance(server, str):
+            raise UsageError(f"the server is {server!r:.200}; give host:port or a join string")
+        if job is not None:
+            require_job(job, "Worker")
         self._runtime, self._hooks = runtime or Runtime(), hooks or WorkerHooks()
         self._dialer = Dialer(
             server, config or WorkerConfig(), self._runtime, join_file=join_file, on_welcome=self._hooks.on_welcome,
@@ -119,7 +123,7 @@ class Worker:
         self._connection: Connection | None = None
         self._joining: asyncio.Task[Joined] | None = None
         self._drain = ""
-        self._running = self._has_joined = self._expired = False
+        self._running = self._has_joined = self._expired = self._ends_with_coordinator = False
         self._threads = 1  # that the compute thread computes with
 
     def _open_own_data(self) -> OwnData:
@@ -247,6 +251,12 @@ class Worker:
         if self._connection is not None:
             self._connection.drain(self._drain, self.config.grace_s)
 
+    def end_with_coordinator(self) -> None:
+        """From now on its coordinator's end is this worker's, whether the run is finished or not."""
+        self._ends_with_coordinator = True
+        if self._connection is not None:
+            self._connection.ends_with_coordinator = True
+
     def _expire(self) -> None:
         self._expired = not self._has_joined  # a life in which it has reached nobody was no success
         self.drain("its lifetime is over")
@@ -299,6 +309,7 @@ class Worker:
             must_share=self.config.link == "shm",
             own=self._own,
         )
+        connection.ends_with_coordinator = self._ends_with_coordinator
         if self._leaving():  # asked to while the result of joining was on its way here
             connection.drain(self._drain, self.config.grace_s)
         failed = False

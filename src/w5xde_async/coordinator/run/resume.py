@@ -84,12 +84,16 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
         if 0 < point.step < spec.total_steps:
             notes.extend(_forgotten(strategy))
     journalled = config.durability == "journal"
+    total_steps = spec.total_steps if spec.growing is None else spec.growing.total_steps
     told, first = last_step(directory.metrics_path), point.step
     point = replace(point, finished=is_finished(directory.metrics_path, first))
     if told > first and journalled and replay is not None:
         notes.append(f"the journal ends with step {first}, though step {told} had been committed")
     elif told > first:
-        notes.append(f"steps {first + 1} to {told}, at least, were done before; they are done again")
+        again = (
+            "they are done again" if first < total_steps else "what they made is gone, and the run is to go no further"
+        )
+        notes.append(f"steps {first + 1} to {told}, at least, were done before; {again}")
     state = KeptState(spec, strategy)
     # A checkpoint that names a place in a journal is refused where that journal is missing, so none may outlive it.
     named = record is not None and _position(record) is not None and (replay is None or not journalled)
@@ -108,7 +112,6 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
     elif journal.exists:
         journal.remove()
     files = RunFiles(directory=directory, checkpoints=store, journal=journal if journalled else None)
-    total_steps = spec.total_steps if spec.growing is None else spec.growing.total_steps
     if spec.job.keep_best is not None:
         chosen = None if config.resume == "auto" else first
         point = replace(point, best=take_up_best(spec.job.keep_best, directory, chosen, notes))

@@ -89,6 +89,7 @@ class Connection:
         self.unsent: list[Unsent] = []  #: once it has ended: answers that had not left
         self._announced = asyncio.Event()  # READY has left
         self._stopping = False
+        self.ends_with_coordinator = False  #: it is not waited for until it comes back
         self._drain = ""
         self._grace_s = 0.0
         self._hurry: asyncio.TimerHandle | None = None
@@ -253,6 +254,8 @@ class Connection:
         if bye.code == messages.ByeCode.LEAVING or self._drain:
             return Departure.DRAINED
         if bye.code == messages.ByeCode.STOPPING:
+            if self.ends_with_coordinator:
+                return Departure.DRAINED
             logger.warning("coordinator stops, waiting for it to come back reason=%s", bye.reason[:300])
             return None
         raise RunFailed(bye.reason[:1000])

@@ -15,12 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import stamina
-
 from w5xde_async.errors import (
     FrameTooLarge,
     LinkLost,
-    LocalError,
     RefusalCode,
     Refused,
     RemoteError,
@@ -52,6 +49,7 @@ _GOODBYE_S = 2.0
 _SAID_EVERY_S = 30.0
 #: Before it connects again after links that ended, one after the other, without a lease that was applied.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
+_LONGER_PAUSES = 5  # while there is no coordinator: then they are of 0.8 to 1.6 s
 _TRY_AGAIN = (RefusalCode.SHUTTING_DOWN, RefusalCode.RUN_FULL, RefusalCode.TERM)
 
 
@@ -189,34 +187,26 @@ class Dialer:
         """The first result, by jittered attempts that are told how many seconds are left."""
         clock, limit = self._runtime.clock, self.config.connect_timeout_s
         began = said = clock()
-        warned = False
-
-        def goes_on(error: Exception) -> bool:
-            nonlocal said, warned
-            if not isinstance(error, LinkLost | _NotNow | RemoteError):
-                return False
-            self._reason = error.reason if isinstance(error, LinkLost) else str(error)
-            left_s = limit - (clock() - began)
+        warned, failed = False, 0
+        while True:
+            try:
+                await self._read_join_file()
+                return await attempt_once(max(limit - (clock() - began), 0.5))
+            except (LinkLost, _NotNow, RemoteError) as error:
+                self._reason = error.reason if isinstance(error, LinkLost) else str(error)
+                left_s = limit - (clock() - began)
+                if left_s <= 0:
+                    raise self.unreachable(limit) from error
             at_once = self._lacks_tls and not warned  # nothing but the person at this end will change that
-            if left_s > 0 and (at_once or clock() - said >= _SAID_EVERY_S):
+            if at_once or clock() - said >= _SAID_EVERY_S:
                 said, warned = clock(), warned or at_once
                 level = logging.WARNING if at_once else logging.INFO
                 where = self._target or "unknown"
                 logger.log(
                     level, "no coordinator yet server=%s reason=%s gives_up_in_s=%.0f", where, self._reason, left_s
                 )
-            return left_s > 0
-
-        try:
-            async for attempt in stamina.retry_context(
-                on=goes_on, attempts=None, timeout=None, wait_initial=0.1, wait_max=2.0, wait_jitter=0.5,
-            ):  # fmt: skip
-                with attempt:
-                    await self._read_join_file()
-                    return await attempt_once(max(limit - (clock() - began), 0.5))
-        except (LinkLost, _NotNow, RemoteError) as error:
-            raise self.unreachable(limit) from error
-        raise LocalError("retrying ended without a result")
+            failed += 1
+            await asyncio.sleep(_pause_s(min(failed, _LONGER_PAUSES)))
 
     async def _read_join_file(self) -> None:
         """Where the coordinator is now. Raises _NotNow, and UsageError for a machine that will not do."""
@@ -343,6 +333,6 @@ def _check_certificate(link: Link, expected: bytes) -> None:
         )
 
 
-def _pause_s(failed_links: int) -> float:
-    """Twice as long after each failed link, with jitter: no lease is to go round in milliseconds."""
-    return min(_FIRST_PAUSE_S * 2.0 ** min(failed_links - 1, 32), _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+def _pause_s(failed: int) -> float:
+    """Twice as long after each failed link or attempt, with jitter: no lease is to go round in milliseconds."""
+    return min(_FIRST_PAUSE_S * 2.0 ** min(failed - 1, 32), _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
