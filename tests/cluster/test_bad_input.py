@@ -659,6 +659,22 @@ async def test_a_worker_whose_links_fail_waits_longer_each_time(monkeypatch: pyt
     assert pauses == [1, 2, 3]
 
 
+async def test_a_coordinator_that_is_not_there_is_looked_for_at_growing_intervals_up_to_a_second_or_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[int] = []
+    monkeypatch.setattr("w5xde_async.worker.connection.dialing._pause_s", lambda links: pauses.append(links) or 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    task = asyncio.create_task(Worker(address, job=tiny(), config=QUICK_WORKER).run())
+    async with asyncio.timeout(30):
+        while len(pauses) < 8:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert pauses[:8] == [1, 2, 3, 4, 5, 5, 5, 5]
+
+
 async def test_a_link_that_ended_with_its_coordinator_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     serve, lost, pauses = Connection.run, iter(range(1, 6)), []
 

@@ -24,7 +24,7 @@ from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync import recomputation
 from w5xde_async.errors import RefusalCode, Refused
 from w5xde_async.job import Job
-from w5xde_async.telemetry.events import Audited, Bus, Event, WorkerQuarantined
+from w5xde_async.telemetry.events import Audited, Bus, Event, ResultHeld, WorkerQuarantined
 from w5xde_async.wire.messages import Ready
 
 MICROBATCH = 8
@@ -86,6 +86,7 @@ class Outcome:
     def __init__(self) -> None:
         self.put_out: dict[str, str] = {}
         self.audits: list[Audited] = []
+        self.held: list[ResultHeld] = []
         self.finished = False
 
     def see(self, event: Event) -> None:
@@ -93,6 +94,8 @@ class Outcome:
             self.put_out[event.name] = event.reason
         elif isinstance(event, Audited):
             self.audits.append(event)
+        elif isinstance(event, ResultHeld):
+            self.held.append(event)
 
 
 async def run(made: Job, *workers: dict[str, Any], **config: Any) -> Outcome:
@@ -167,6 +170,14 @@ async def test_zeros_are_found_though_nobody_computes_alike(others: tuple[dict[s
     assert outcome.finished
     assert set(outcome.put_out) == {str(len(others))}
     assert "3 results that were looked at" in outcome.put_out[str(len(others))]
+
+
+async def test_zeros_that_nobody_has_looked_at_do_not_become_the_usual():
+    """Beside them every honest result would be far too large. (Of the very first nothing is known.)"""
+    zeros = {"lies": "zeros"}
+    outcome = await run(job(), CPU, GPU | zeros, GPU | zeros, OTHER | zeros, audit_fraction=1e-12)
+    assert outcome.finished
+    assert [event for event in outcome.held if event.step > 3] == []
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

@@ -620,8 +620,6 @@ class Verification:
             else:
                 self._strikes.pop(worker, None)
                 self._vanished.pop(worker, None)
-                if held.why is Why.VANISHING:
-                    self._auditor.agreed(worker)
         return self._rule(
             block,
             *when_only_sizes_compare(
