@@ -471,6 +471,14 @@ async def too_many_losses(peer: Peer, coordinator: Coordinator, lease: Lease) ->
     await peer.send(done(lease, losses=(0.0,) * 9, absent=(0, 1, 2)))
 
 
+async def zeros_and_then_too_many_losses(peer: Peer, coordinator: Coordinator, lease: Lease) -> None:
+    """What it has sent before is worth no more than what it says then."""
+    for bucket in range(3):
+        spec = result_spec(coordinator, bucket)
+        await peer.send(Result(lease.lease, bucket), (spec, bytes(spec.nbytes)))
+    await peer.send(done(lease, losses=(0.0,) * 99))
+
+
 async def too_few_metrics(peer: Peer, coordinator: Coordinator, lease: Lease) -> None:
     await peer.send(done(lease, metric_names=("accuracy",), absent=(0, 1, 2)))
 
@@ -514,6 +522,7 @@ MEMBERS = [
     (done_without_buckets, "without bucket 0"),
     (done_with_some_absent, "without bucket 1"),
     (absent_out_of_range, "bucket 3 of 3 as absent"),
+    (zeros_and_then_too_many_losses, "99 losses for lease"),
     (too_many_losses, "9 losses"),
     (too_few_metrics, "0 metrics for"),
     (done_in_nan_seconds, "Done.compute_s"),

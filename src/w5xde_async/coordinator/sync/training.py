@@ -729,9 +729,13 @@ class SyncTraining:
     def _quarantine(self, worker: str, session: Session | None, reason: str) -> None:
         """A worker was proven wrong: nothing of its that does not count yet will."""
         if self.roster.quarantine(worker, session, reason):
-            self.results.invalidate(worker)
-            for ruling in self.verification.invalidate(worker):
-                self._perform(ruling)
+            self._invalidate(worker)
+
+    def _invalidate(self, worker: str) -> None:
+        """Nothing of what it has sent counts that does not yet."""
+        self.results.invalidate(worker)
+        for ruling in self.verification.invalidate(worker):
+            self._perform(ruling)
 
     def failed(self, session: Session, failed: Failed) -> None:
         self.roster.answered(session, failed.lease)
@@ -825,6 +829,8 @@ class SyncTraining:
         grants, failed_work = self.ledger.lose(session.worker_id, died=session.vanished)
         self.scheduler.left(session.worker_id)
         self.verification.left(session.worker_id)
+        if any(link.broke_protocol for link in session.links):
+            self._invalidate(session.worker_id)
         if failed_work is not None and self.lifecycle.failure is None:
             self.results.blame(failed_work, f"{failed_work.attempts} workers vanished while they computed this leaf")
         return len(grants)

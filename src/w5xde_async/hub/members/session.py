@@ -210,6 +210,7 @@ class Session:
         self.last_message = ""
         self.report: Report | None = None  # the last that it sent
         self.given_up = False  # we ended the link, not the worker
+        self.broke_protocol = False  #: so that what it has sent of unfinished blocks is not to count either
         self.fell_silent = False  # and for no other reason than that nothing came or was taken
         self.identity = ""  # the name that the worker has proved
         self.code_free = False  # it computes with the coordinator's program
@@ -324,7 +325,7 @@ class Session:
             reason = f"silent for {self._handshake_s:.0f} s before it had proved itself"
         except RemoteError as error:
             reason = f"broke the protocol: {error}"
-            self.given_up = True  # it did not die of its work
+            self.given_up = self.broke_protocol = True  # it did not die of its work
             await self._say(encode(Refusal(RefusalCode.PROTOCOL_ERROR, str(error)[:500], "")))
         except LinkLost as error:
             reason = self._end_reason or error.reason
