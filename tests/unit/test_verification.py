@@ -58,6 +58,18 @@ def test_equal_ones() -> None:
     assert found.cosine == pytest.approx(1.0)
 
 
+def test_what_differs_in_bits_alone_is_not_called_a_distance() -> None:
+    """Of 0."""
+
+    def filled(value: float) -> ResultVector:
+        return changed(lambda one: [one.buckets[number].fill_(value) for number in GRADS])
+
+    for mine, theirs in ((0.0, -0.0), (math.nan, -math.inf)):
+        found = compare(filled(mine), EVERY, filled(theirs), EVERY)
+        assert (found.relative, found.same_bits) == (0.0, False)
+        assert str(found) == "equal but for the sign of zeros, or neither is finite"
+
+
 def test_what_differs_beside_the_sums_is_said() -> None:
     found = compare(vector(), EVERY, vector(), EVERY)
     same = deviation.with_words(found, [1.0, 2.0], [3], [1.0, 2.0], [3])

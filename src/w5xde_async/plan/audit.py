@@ -72,6 +72,8 @@ class Deviation(NamedTuple):
     words: str = ""
 
     def __str__(self) -> str:
+        if not (self.relative or self.same_bits or self.words):
+            return "equal but for the sign of zeros, or neither is finite"
         return self.words or f"relative L2 distance {self.relative:.2g}, cosine {self.cosine:.3f}"
 
 
