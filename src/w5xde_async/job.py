@@ -283,6 +283,15 @@ def build_model(job: Job, *, replica: bool = False) -> nn.Module:
                     f"parameter {name!r} has a hook on its gradient, which no copy of the model has",
                     "remove it, or give a function that makes the model and its hooks (model=make)",
                 )
+        for where, part in job.model.named_modules():
+            for name, value in vars(part).items():
+                if isinstance(value, Tensor) and value.grad_fn is not None:  # as torch.nn.utils.weight_norm leaves one
+                    named = f"{where}.{name}" if where else name
+                    raise JobError(
+                        "model",
+                        f"{named!r} was computed from parameters, and torch copies no such tensor",
+                        "give a function that makes the model (model=make)",
+                    )
         return (copy.deepcopy(job.model) if replica else job.model).train()
     return made_model(job.model, job.seed).train()
 

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from w5xde_async.compute.program.tracing import outline, probe_batches
 from w5xde_async.config import Parser
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import ExitCode, JobError, UsageError, W5xdeError, need
-from w5xde_async.job import Job, load_job, step_function
+from w5xde_async.job import Job, load_job, made_by, step_function
 from w5xde_async.parallel.replica import replica_of_program, units_of
 from w5xde_async.parallel.shape import MODES, IslandShape
 from w5xde_async.params.layout import Entry, Layout
@@ -205,7 +206,7 @@ class Survey(Measured):
         self.job = job = with_leaf_size(job, self._model).job
         self.precision = job.precision
         self.layout = Layout.of(self._model, bucket_bytes=CoordinatorConfig().bucket_bytes)
-        self._batch = probe_batches(job, [job.microbatch_samples])[0]
+        self._batch = made_by("dataset", partial(probe_batches, job, [job.microbatch_samples]))[0]
         self.tensors = flatten(self._batch)[1]
         optimizer = optimizer_bytes(job, self._model)
         self.optimizer_known = optimizer is not None
@@ -403,7 +404,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
         )
         text = f"{given.job}: {', '.join(parts)}\n\n{table(survey.rows(islands, rule))}\n\n{_NOT_COUNTED}"
         if not survey.optimizer_known:
-            text += "The optimizer's state is not known: its first step needs values.\n"
+            text += "The optimizer's state is not known: it cannot be made, or cannot step, without values.\n"
         try:
             sys.stdout.write(text)
             sys.stdout.flush()

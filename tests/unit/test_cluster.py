@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async import Coordinator, CoordinatorConfig, Job, LocalCluster, RunResult, W5xdeError, Worker
-from w5xde_async.errors import LocalError, StoreError, UsageError
+from w5xde_async.errors import JobError, LocalError, StoreError, UsageError
 from w5xde_async.telemetry.events import Bus
 
 
@@ -109,6 +109,19 @@ def test_what_is_no_job_or_no_number_of_workers_is_refused_in_words() -> None:
     for number in (-1, "2", 1.5, None, True):
         with pytest.raises(UsageError, match=f"the number of workers is {number!r}; give a whole number"):
             LocalCluster(linear_job(), number)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+async def test_a_ready_made_model_that_cannot_be_copied_is_refused_with_what_to_do() -> None:
+    job = linear_job(model=nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 2))))
+    with pytest.raises(
+        JobError, match=r"'0\.weight' was computed from parameters.*give a function that makes the model"
+    ):
+        LocalCluster(job, 1)
+    with pytest.raises(JobError, match=r"'0\.weight' was computed"):
+        await Coordinator(job, config=CoordinatorConfig(port=0)).start()
+    made = linear_job(model=lambda: nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 2))))
+    assert (await run(made, 1)).outcome == "finished"
 
 
 async def test_scaling_to_no_number_is_refused() -> None:

@@ -335,6 +335,16 @@ def test_what_cannot_be_cut_says_so() -> None:
     with pytest.raises(JobError, match="needs values"):
         Survey(_job(Reading, 16))
 
+    def raises(*_: Any) -> Any:
+        raise OSError("disk gone")
+
+    with pytest.raises(
+        JobError, match=r"needs values, or fails with them too: OSError: disk gone \(test_footprint\.py:\d+\)"
+    ):
+        Survey(replace(_job(Branching, 16), step=raises, loss=None))
+    with pytest.raises(JobError, match=r"dataset: the function raised OSError: disk gone \(test_footprint\.py:\d+\)"):
+        Survey(replace(_job(Branching, 16), collate=raises))
+
 
 @pytest.mark.slow
 def test_the_program_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:

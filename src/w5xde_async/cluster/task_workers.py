@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from torch import nn
 
 from w5xde_async.cluster.worker_processes import least_used, tell_sharing
 from w5xde_async.errors import W5xdeError
-from w5xde_async.job import Job
+from w5xde_async.job import Job, build_model
 from w5xde_async.runtime import Runtime
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection.connection import RunFailed
@@ -94,4 +93,4 @@ class TaskWorkers:
 
 def with_own_model(job: Job) -> Job:
     """A ready-made model is the coordinator's, which trains it in place; every worker needs a replica."""
-    return replace(job, model=copy.deepcopy(job.model)) if isinstance(job.model, nn.Module) else job
+    return replace(job, model=build_model(job, replica=True)) if isinstance(job.model, nn.Module) else job

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from w5xde_async.compute.batch import flatten, map_tensors
 from w5xde_async.compute.block import autocast
 from w5xde_async.compute.program.atoms import Atoms
-from w5xde_async.errors import JobError
+from w5xde_async.errors import JobError, in_one_line
 from w5xde_async.job import Job, StepFunction, build_model
 from w5xde_async.plan.footprint import Activations
 from w5xde_async.users_code import users_code
@@ -121,8 +121,7 @@ def activations_of(model: nn.Module, step: StepFunction, batch: Any, precision: 
             with users_code():
                 return _measured(forward, known, precision)
         except Exception as error:
-            said = str(error).strip().splitlines()
-            reason = f"it needs values: {type(error).__name__}{': ' + said[0][:200] if said else ''}"
+            reason = f"it needs values, or fails with them too: {in_one_line(error)}"
             raise JobError("step", reason, "what it takes cannot be found without memory") from error
 
 

@@ -60,7 +60,8 @@ MOST_LENT = 4  #: results that wait for their step's end where they were summed;
 
 _OTHER_BITS = (
     "{name} has computed other bits of a step than the coordinator from the same parameters and data: the job's step "
-    "keeps something from call to call (a counter, a cache), or that worker is wrong; its steps stay with workers"
+    "keeps something from call to call (a counter, a cache), or that worker's own code is other code, or it is wrong; "
+    "its steps stay with workers"
 )
 _LEFT_TO_WORKERS = (
     "the coordinator computes nothing in place of a worker any more, since step {step} failed there ({error}): workers "
