@@ -237,5 +237,8 @@ TIME_OR_0 = Kind(
     f"seconds >= 0, at most {_LONGEST_DAYS * 86400}",
 )  # fmt: skip
 PATH = Kind("a path", "FILE", Path, _is_path)
-NAME = text("a text of 1 to 100 characters without '/'", "NAME", r"(?!\.{1,2}$)[^/\x00-\x1f]{1,100}")
+MOST_NAMED = 100  #: characters of a name
+NAME = text(
+    f"a text of 1 to {MOST_NAMED} characters without '/'", "NAME", rf"(?!\.{{1,2}}$)[^/\x00-\x1f]{{1,{MOST_NAMED}}}"
+)
 FOLDER = Kind("a directory, which need not exist yet", "DIR", _folder, _is_path)

@@ -203,6 +203,12 @@ def test_one_line_says_what_is_wrong(arguments: tuple[str, ...], parts: tuple[st
     assert "hush" not in text
 
 
+def test_a_run_is_named_after_its_directory_however_long_that_is_called() -> None:
+    assert coordinator("j.py:j", "--run-dir", "a/there").name == "there"
+    assert coordinator("j.py:j", "--run-dir", "a/" + "n" * 250).name == "n" * 100
+    assert "--name" in complaint("j.py:j", "--name", "n" * 101)
+
+
 def test_where_a_wrong_value_came_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "w5xde.toml"
     file.write_text('[coordinator]\nepochs = "many"\n')

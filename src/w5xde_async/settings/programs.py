@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from w5xde_async.compute.machine import usable_cores
-from w5xde_async.config import NAME, PATH, TIME, YES_OR_NO, one_of, same_as, setting, text, whole
+from w5xde_async.config import MOST_NAMED, NAME, PATH, TIME, YES_OR_NO, one_of, same_as, setting, text, whole
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError, need
 from w5xde_async.net.endpoint import parse_address
@@ -83,7 +83,8 @@ class CoordinatorSettings(Program):
     def derived(cls, values: Mapping[str, Any]) -> Mapping[str, object]:
         target = (values["job"] or "").rpartition(":")[0]
         stem = Path(target).stem if target.endswith(".py") else target.rpartition(".")[2]
-        name = values["name"] or (values["run_dir"].name if values["run_dir"] is not None else "") or stem or "run"
+        found = (values["run_dir"].name if values["run_dir"] is not None else "") or stem or "run"
+        name = values["name"] or found[:MOST_NAMED]  # a directory may have a longer name
         workers, threads = max(values["workers"], 1), os.environ.get("OMP_NUM_THREADS", "")
         own = int(threads) if threads.isdecimal() and int(threads) else max(1, usable_cores() // workers)
         return {"name": name, "run_dir": Path("runs") / name, "min_workers": workers, "worker_threads": own}
