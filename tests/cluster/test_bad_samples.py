@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.data.sharded import ShardedStream
 from w5xde_async.errors import LeafFailed
 from w5xde_async.job import Job
 from w5xde_async.telemetry.events import Event, RunFinished, SampleLeftOut
@@ -60,6 +62,27 @@ async def test_the_same_bits_however_many_compute() -> None:
     (ended,) = [event for event in one if isinstance(event, RunFinished)]
     assert (ended.bad_samples, ended.samples) == (4, 2 * SAMPLES)
     assert (await train(lambda: job(set()))).digest != first.digest
+
+
+async def test_a_bad_record_of_a_stream_is_told_by_its_shard_and_counts_in_each_epoch() -> None:
+    def decode(number: int) -> tuple[Tensor, int]:
+        if number == 5:
+            raise ValueError("corrupt JPEG")
+        return torch.full((4,), float(number)), number % 2
+
+    def streamed() -> Job:
+        shards = ShardedStream([0, 4], open=lambda first: range(first, first + 4), decode=decode, shuffle_shards=False)
+        return replace(job(), dataset=shards, epochs=None, max_steps=4, batch_size=4, shuffle=False)
+
+    events: list[Event] = []
+    result = await train(streamed, events=events, max_bad_samples=2)
+    told = [event for event in events if isinstance(event, SampleLeftOut)]
+    assert (result.bad_samples, [event.sample for event in told]) == (2, [5, 13])
+    assert all(event.error.endswith(", at record 1 of shard 4") for event in told)
+    with pytest.raises(
+        LeafFailed, match=r"(?s)1 others were left out already; a stream's count anew each epoch.*record 1 of"
+    ):
+        await train(streamed, max_bad_samples=1)
 
 
 async def test_none_by_default_and_no_more_than_the_bound() -> None:

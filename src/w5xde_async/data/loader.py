@@ -605,7 +605,8 @@ class Loader:
         if sample is None or isinstance(error, MemoryError) or not self.bad.found(sample):
             return False
         if len(self.bad) > known:
-            self._on_skip(sample, headline(LeafFailed.shown(error)))
+            where = getattr(error, "__notes__", [])[-1:]  # as a ShardedStream's records have it
+            self._on_skip(sample, ", ".join((headline(LeafFailed.shown(error)), *where)))
         return True
 
     def _learn(self, read: Read, leaves: int) -> None:

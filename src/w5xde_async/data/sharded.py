@@ -116,8 +116,15 @@ class _Iteration:
             except Exception as error:
                 self.goes_on_after_errors, self.unopened = False, self._opened is None
                 self.close()
-                error.add_note(f"at record {offset} of shard {self._shards[turn]!r:.200}")
+                error.add_note(self._place(turn, offset))
                 raise
             self.at = (turn, offset + 1)
-            return record if self._decode is None else self._decode(record)
+            try:
+                return record if self._decode is None else self._decode(record)
+            except Exception as error:
+                error.add_note(self._place(turn, offset))
+                raise
         raise StopIteration
+
+    def _place(self, turn: int, offset: int) -> str:
+        return f"at record {offset} of shard {self._shards[turn]!r:.200}"
