@@ -56,6 +56,7 @@ def told(command: Sequence[str]) -> dict[str, Any]:
         (("--workers", "0"), "--workers"),
         (("--memory", "1MB"), "--memory"),
         (("--worker-options", "--iland fsdp=2"), "did you mean --island?"),
+        (("--worker-options", "--island nope"), "nope"),
         (("--worker-options", "--server elsewhere"), "--worker-options: --server is for"),
         (("--worker-options=--join_file=x",), "--worker-options: --join-file is for"),
         (("--worker-options", "--threads 3"), "--worker-options: --threads is for w5xde launch to say"),

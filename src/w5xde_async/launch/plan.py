@@ -11,6 +11,7 @@ from pathlib import Path
 from string import Template
 
 from w5xde_async.errors import ExitCode, UsageError, need
+from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.settings import CoordinatorSettings, WorkerSettings, read
 
 PORT = 5555
@@ -60,7 +61,9 @@ class Plan:
             "give another --name for another run",
         )
         _refuse(self.worker_options, _OURS_OF_WORKERS, "--worker-options")
-        read(WorkerSettings, ["--server", "localhost", *self.worker_options], prog="", environment={})
+        worker, _ = read(WorkerSettings, ["--server", "localhost", *self.worker_options], prog="", environment={})
+        if worker.island not in (None, "auto"):
+            IslandShape.parse(worker.island)
 
     @property
     def train(self) -> tuple[str, ...]:
