@@ -28,6 +28,7 @@ class Data(NamedTuple):
     packed: bool = False
     structure: bytes = b""
     buffers: tuple[Any, ...] = ()
+    step_samples: int = 1
     too_large: bool = False
     local: bool = False
 

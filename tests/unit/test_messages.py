@@ -46,6 +46,7 @@ BOUNDED: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("Done", "wait_s"): _seconds,
     ("Done", "encode_s"): _seconds,
     ("Done", "raw_bytes"): _counts,
+    ("Lease", "step_samples"): st.integers(0, 1 << 40),
     ("Drain", "grace_s"): _seconds,
     ("Probe", "wanted"): st.integers(0, 3072),
     ("Probed", "wall"): st.floats(0.0, 1e12),

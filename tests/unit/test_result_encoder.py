@@ -58,11 +58,11 @@ def test_where_a_device_has_no_room_the_host_encodes(feedback: bool, monkeypatch
     plain, full = (ResultEncoder(LAYOUT, codec("int8"), feedback=feedback) for _ in range(2))
     encode, lacked = ResultEncoder._encoded, set[tuple[int, int]]()
 
-    def lacking(encoder: ResultEncoder, lease: int, bucket: int, values: Tensor) -> Encoded:
+    def lacking(encoder: ResultEncoder, lease: int, bucket: int, values: Tensor, weight: float) -> Encoded:
         if encoder is full and (lease, bucket) not in lacked:
             lacked.add((lease, bucket))
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return encode(encoder, lease, bucket, values)
+        return encode(encoder, lease, bucket, values, weight)
 
     monkeypatch.setattr(ResultEncoder, "_encoded", lacking)
     for lease in range(2):

@@ -11,6 +11,10 @@ twice. Then
 so that, with decay 1 and in any order of verdicts, decoded and applied + residuals = computed and not refused, to float
 error, once no verdict is awaited. A worker that dies loses its residuals: ``drop`` says how many and how much.
 
+A gradient is a sum over samples, and a step divides by how many it has: its ``weight``. What a step of 128 left out
+would count 64 times in one of 2. So a residual has the weight of the step that left it, and is added in proportion:
+what is conserved, where weights differ, is what steps divide by theirs.
+
 Every submission has a key, (worker, lease, attempt) or the like: encoding again under the same key gives the same
 bytes, and only the first verdict counts. A gradient that is not finite never enters a residual.
 
@@ -42,12 +46,15 @@ class Dropped:
 
 @dataclass(slots=True)
 class _Pending:
-    """One bucket of one submission. ``finite``: its error may become a residual."""
+    """One bucket of one submission. ``finite``: its error may become a residual. ``weight``: of its step, and of the
+    step that ``taken`` is of."""
 
     encoded: Encoded
     error: Tensor
     taken: Tensor | None
     finite: bool
+    weight: float
+    taken_weight: float
 
 
 class Feedback:
@@ -60,6 +67,7 @@ class Feedback:
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(f"a decay from 0 to 1, not {decay}")
         self._residuals: dict[int, Tensor] = {}
+        self._weights: dict[int, float] = {}  # of each of them
         self._pending: dict[Hashable, dict[int, _Pending]] = {}
 
     @property
@@ -67,8 +75,10 @@ class Feedback:
         """Submissions without a verdict."""
         return len(self._pending)
 
-    def encode(self, key: Hashable, bucket: int, values: Tensor) -> Encoded:
+    def encode(self, key: Hashable, bucket: int, values: Tensor, weight: float = 1.0) -> Encoded:
         """Encode ``values`` and the bucket's residual. The values are not changed, nor looked at after this returns.
+
+        ``weight``: what their step divides by, its samples.
 
         The bytes, in the pool's memory, belong to this object until ``settle``: do not give them back. Where it raises
         nothing has changed.
@@ -77,7 +87,7 @@ class Feedback:
         if known is not None:
             return known.encoded
         self._check(bucket, values)
-        taken = self._residuals.get(bucket)
+        taken, taken_weight = self._residuals.get(bucket), self._weights.get(bucket, weight)
         error = self.pool.take_floats(values.numel())
         try:
             there = values.device != self.pool.device
@@ -85,7 +95,12 @@ class Feedback:
             if taken is None:
                 work.copy_(values)
             else:
-                torch.add(values, taken.to(work.device, non_blocking=True), alpha=self.decay, out=work)
+                torch.add(
+                    values,
+                    taken.to(work.device, non_blocking=True),
+                    alpha=self.decay * (weight / taken_weight),
+                    out=work,
+                )
             encoded = self.codec.encode(work, pool)
             encoded.codec.add_to(encoded.data, work, alpha=-1.0)
             total = work.sum()
@@ -97,7 +112,9 @@ class Feedback:
             self.pool.give(error)
             raise
         self._residuals.pop(bucket, None)
-        self._pending.setdefault(key, {})[bucket] = _Pending(encoded, error, taken, finite)
+        self._pending.setdefault(key, {})[bucket] = _Pending(
+            encoded, error, taken, finite, weight, taken_weight
+        )  # fmt: skip
         return encoded
 
     def settle(self, key: Hashable, *, applied: bool, counted: Collection[int] | None = None) -> bool:
@@ -111,23 +128,23 @@ class Feedback:
         if submission is None:
             return False
         for bucket, pending in submission.items():
-            back: Tensor | None = pending.taken
+            back, weight = pending.taken, pending.taken_weight
             rest: Tensor | None = pending.error
             if applied and pending.finite and (counted is None or bucket in counted):
-                back, rest = pending.error, pending.taken
+                back, weight, rest = pending.error, pending.weight, pending.taken
             if rest is not None:
                 self.pool.give(rest)
             if back is not None:
-                self._put(bucket, back)
+                self._put(bucket, back, weight)
             self.pool.give(pending.encoded.data)
         return True
 
-    def _put(self, bucket: int, back: Tensor) -> None:
+    def _put(self, bucket: int, back: Tensor, weight: float) -> None:
         present = self._residuals.get(bucket)
         if present is None:
-            self._residuals[bucket] = back
+            self._residuals[bucket], self._weights[bucket] = back, weight
         else:
-            present.add_(back)
+            present.add_(back, alpha=self._weights[bucket] / weight)
             self.pool.give(back)
 
     def residual(self, bucket: int) -> Tensor | None:
@@ -150,10 +167,13 @@ class Feedback:
         return dropped
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The residuals, for a worker that drains. Raises ValueError while a verdict is awaited."""
+        """The residuals, at a weight of 1, for a worker that drains. Raises ValueError while a verdict is awaited."""
         if self._pending:
             raise ValueError(f"{len(self._pending)} submission(s) have no verdict yet: settle them first")
-        return {f"residual.{bucket}": residual.clone() for bucket, residual in sorted(self._residuals.items())}
+        return {
+            f"residual.{bucket}": residual / self._weights[bucket]
+            for bucket, residual in sorted(self._residuals.items())
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replaces the residuals, whatever codec left them out. Raises ValueError where they are of other buckets.
@@ -173,6 +193,7 @@ class Feedback:
         self.drop()
         for bucket, residual in residuals.items():
             self._residuals[bucket] = self.pool.take_floats(residual.numel()).copy_(residual)
+            self._weights[bucket] = 1.0
 
     def _check(self, bucket: int, values: Tensor) -> None:
         check_values(values)

@@ -69,13 +69,14 @@ class BlockData(NamedTuple):
     """A block's batch, ready for a LEASE.
 
     ``buffers``: its tensors in the order of ``structure``; each spec has the shape and dtype of its tensor. ``local``:
-    for a worker that reads it itself, whose samples the one buffer names.
+    for a worker that reads it itself, whose samples the one buffer names. ``step_samples``: of the whole step.
     """
 
     structure: bytes
     packed: bool
     samples: tuple[int, ...]
     buffers: list[tuple[BufferSpec, Buffer]]
+    step_samples: int
     local: bool = False
 
     @property
@@ -293,7 +294,9 @@ class Loader:
         if not shards_of(indices, len(self._job.dataset)) <= own:
             return None
         samples = plan.leaf_sizes(*block)
-        return BlockData(b"", False, samples, [_buffer(torch.from_numpy(np.array(indices)))], local=True)
+        return BlockData(
+            b"", False, samples, [_buffer(torch.from_numpy(np.array(indices)))], plan.num_samples, local=True
+        )
 
     def open(self, plan: StepPlan) -> None:
         """A step's leaves will be needed."""
@@ -358,7 +361,8 @@ class Loader:
             hint = "raise microbatch_size or accumulate_grad_batches, lower batch_size, or use --update sync"
             self._on_error(JobError("batch_size", reason, hint))
             return None
-        return BlockData(batch.structure, batch.packed, batch.samples, [_buffer(tensor) for tensor in batch.tensors])
+        buffers = [_buffer(tensor) for tensor in batch.tensors]
+        return BlockData(batch.structure, batch.packed, batch.samples, buffers, plan.num_samples)
 
     def batch(self, step: int, block: Block) -> Batch | None:
         """The block's batch as it was read, or None, as ``data`` says."""

@@ -232,6 +232,8 @@ class Lease(Message, frozen=True):
     Under rules that take late results ``version`` is the oldest that will do, and under rules of local steps the lease
     is one inner step, with ``rates`` for its optimizer (compute.inner).
 
+    ``step_samples``: of the whole step, by which its sum is divided; 0 where that is not so.
+
     With ``local`` the one buffer, int64, names the samples, and the worker reads them itself; ``structure`` is empty.
     """
 
@@ -247,6 +249,7 @@ class Lease(Message, frozen=True):
     rates: tuple[float, ...] = ()
     there: _Wholes = ()
     local: bool = False
+    step_samples: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
 
 
 class Result(Message, frozen=True):

@@ -345,6 +345,6 @@ class StepScheduler:
             rates = () if self._inner_schedule is None else tuple(self._inner_schedule.rows(grant.step, 1)[0])
             message = Lease(
                 grant.lease, max(version, 0), grant.step, 0, data.samples, grant.deadline_s, data.packed,
-                data.structure, rates, local=data.local,
+                data.structure, rates, local=data.local, step_samples=0 if self._local else data.step_samples,
             )  # fmt: skip
             session.post_lease(message, data.buffers)

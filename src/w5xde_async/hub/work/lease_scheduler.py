@@ -221,6 +221,7 @@ class LeaseScheduler:
             message = Lease(
                 grant.lease, grant.step, grant.step, grant.block.start, data.samples, grant.deadline_s, data.packed,
                 data.structure, there=self._there(grant), local=data.local,
+                step_samples=data.step_samples,
             )  # fmt: skip
             yield grant.worker, Sendable(message, data.buffers)
 

@@ -83,11 +83,12 @@ class CodedExecutor:
 
     def compute(self, held: HeldLease, send: Send) -> Computed:
         lease, encoder = held.message, self._encoder
+        weight = float(max(lease.step_samples, 1))
         encoder.begin()
 
         def emit(bucket: int, vector: ResultVector) -> None:
             if encoder.has(bucket):
-                send(encoder.encode(lease.lease, bucket, vector))
+                send(encoder.encode(lease.lease, bucket, vector, weight))
 
         outcome = self._replica.compute(held.task(self._published.loss_scale), lease.rates, emit)
         vectors = outcome.vectors

@@ -116,8 +116,8 @@ class ResultEncoder:
         """Whether there is anything of a bucket: an island's rank has not something of each."""
         return bool(self._raw[bucket])
 
-    def encode(self, lease: int, bucket: int, vector: ResultVector) -> BucketResult:
-        """One bucket of ``vector``, encoded; its values are not changed.
+    def encode(self, lease: int, bucket: int, vector: ResultVector, weight: float = 1.0) -> BucketResult:
+        """One bucket of ``vector``, encoded; its values are not changed. ``weight``: what its step divides by.
 
         Those of ``device_buckets`` may lie on a device, and are not looked at after this returns.
         """
@@ -129,9 +129,9 @@ class ResultEncoder:
         values = vector.buckets[bucket]
         began = self._clock()
         try:
-            encoded = self._encoded(lease, bucket, values)
+            encoded = self._encoded(lease, bucket, values, weight)
         except torch.OutOfMemoryError:  # the job has all that the device has
-            encoded = self._encoded(lease, bucket, values.cpu())
+            encoded = self._encoded(lease, bucket, values.cpu(), weight)
         sent = None if self.feedback is not None else partial(self.pool.give, encoded.data)
         nbytes = encoded.data.numel()
         self.encode_s += self._clock() - began
@@ -142,16 +142,16 @@ class ResultEncoder:
             bucket, ((BufferSpec("", "uint8", (nbytes,), encoded.codec.name, nbytes), encoded.view),), sent
         )  # fmt: skip
 
-    def _encoded(self, lease: int, bucket: int, values: Tensor) -> Encoded:
+    def _encoded(self, lease: int, bucket: int, values: Tensor, weight: float) -> Encoded:
         """In host memory."""
         if torch.get_num_threads() > _TOGETHER:
             with alone():
-                return self._written(lease, bucket, values)
-        return self._written(lease, bucket, values)
+                return self._written(lease, bucket, values, weight)
+        return self._written(lease, bucket, values, weight)
 
-    def _written(self, lease: int, bucket: int, values: Tensor) -> Encoded:
+    def _written(self, lease: int, bucket: int, values: Tensor, weight: float) -> Encoded:
         if self.feedback is not None:
-            encoded = self.feedback.encode(lease, bucket, values)
+            encoded = self.feedback.encode(lease, bucket, values, weight)
             self._keys.add(lease)
             return encoded
         if values.device == self.pool.device:
