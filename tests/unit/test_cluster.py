@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from w5xde_async import Coordinator, CoordinatorConfig, Job, LocalCluster, RunResult, W5xdeError, Worker
 from w5xde_async.errors import JobError, LocalError, StoreError, UsageError
 from w5xde_async.telemetry.events import Bus
+from w5xde_async.updates.config import UpdateConfig
 
 
 def linear_job(**settings: Any) -> Job:
@@ -122,6 +123,28 @@ async def test_a_ready_made_model_that_cannot_be_copied_is_refused_with_what_to_
         await Coordinator(job, config=CoordinatorConfig(port=0)).start()
     made = linear_job(model=lambda: nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 2))))
     assert (await run(made, 1)).outcome == "finished"
+
+
+@pytest.mark.parametrize("rule", ["sync", "async"])
+async def test_the_short_last_step_of_an_epoch_does_not_blow_up_what_a_codec_left_out(rule: str) -> None:
+    """Steps of 64 samples, and one of 2: what they leave out counts there as it would in them."""
+    x = torch.randn(258, 32, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x[:, :10].argmax(1))
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    async def loss_with(codec: str) -> float:
+        job = linear_job(model=make, dataset=data, batch_size=64, microbatch_size=32, max_steps=300)
+        update = UpdateConfig(rule=rule, codec=codec)
+        config = CoordinatorConfig(port=0, min_workers=1, update=update, norm_gate=0.0)
+        async with LocalCluster(job, 1, config=config) as cluster:
+            await cluster.wait()
+        with torch.no_grad():
+            return float(nn.functional.cross_entropy(cluster.model(x), data.tensors[1]))
+
+    exact = await loss_with("raw")
+    assert 0.7 * exact < await loss_with("topk:0.01") < 1.5 * exact
 
 
 async def test_scaling_to_no_number_is_refused() -> None:
