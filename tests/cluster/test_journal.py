@@ -485,12 +485,16 @@ async def test_the_steps_that_are_done_again_are_counted(tmp_path: Path) -> None
 
 async def test_steps_beyond_the_end_that_is_asked_for_now_are_not_said_to_be_done_again(tmp_path: Path) -> None:
     left = tmp_path / "left"
-    told = await crash(jobs.mlp_sgd, tmp_path / "run", at=7, left=left, durability="checkpoint", checkpoint_every=3)
+    step = await crash(
+        jobs.mlp_sgd, tmp_path / "run", at=7, left=left, saves=1, durability="checkpoint", checkpoint_every=3
+    )
+    told = step + 1  # later than any checkpoint, whenever those were written
     with (left / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"event": "step_committed", "step": told}) + "\n")
-    found = await asyncio.to_thread(prepared, jobs.mlp_sgd, left, durability="checkpoint", max_steps=4)
+    saved = max(int(path.name.rpartition("-")[2]) for path in (left / "checkpoints").glob("step-*"))
+    found = await asyncio.to_thread(prepared, jobs.mlp_sgd, left, durability="checkpoint", max_steps=saved - 1)
     first = found.resume.step
-    assert 4 <= first < told
+    assert first == saved
     gone = "what they made is gone, and the run is to go no further"
     assert f"steps {first + 1} to {told}, at least, were done before; {gone}" in found.resume.notes
 
