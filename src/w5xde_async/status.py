@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from socket import SHUT_RDWR
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -31,6 +32,7 @@ from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
 _LINK = "W5XDE_DASHBOARD_LINK"  # the link as it was printed, with its token
 _DEFAULT_PORT = 5556
 _TIMEOUT_S = 5.0
+_ANSWERED_S = 15.0  # whatever keeps coming, all that is shown once has come by then
 _PATIENCE_S = 15.0  # while watching, nobody may answer for so long
 _AGAIN_S = 1.0  # so long between attempts
 _SILENT_S = 40.0  # a dashboard says something every 15 s
@@ -61,6 +63,10 @@ class _Denied(W5xdeError):
     """The dashboard's token or certificate is not the right one."""
 
     exit_code = ExitCode.AUTHENTICATION
+
+
+class _NoDashboard(ValueError):
+    """What was answered is not what a dashboard of this project says."""
 
 
 class _NotRunning(W5xdeError):
@@ -168,10 +174,12 @@ class _Dashboard:
 
     def read(self) -> dict[str, Any]:
         """Raises Unreachable, or what ends the program with 3 or 4."""
-        with self._asking() as connection:
+        with self._asking() as connection, _hung_up(connection, _ANSWERED_S):
             found = {}
             for name in _SHOWN:
-                found[name] = json.loads(self._get(connection, f"/api/v1/{name}").read(_MOST_BYTES))
+                with self._get(connection, f"/api/v1/{name}") as answer:
+                    found[name] = _parsed(answer.read(_MOST_BYTES))
+            found = _checked(found)
             self._compare(found["run"])
             return found
 
@@ -179,16 +187,22 @@ class _Dashboard:
         """The snapshot and the updates to it, until the dashboard ends or does not answer. Raises as ``read`` does."""
         with self._asking() as connection:
             connection.sock.settimeout(_SILENT_S)
-            answer, kind = self._get(connection, "/events"), ""
-            while line := answer.readline(_MOST_BYTES):
-                name, _, value = line.decode().rstrip("\n").partition(": ")
-                if name == "event":
-                    kind = value
-                elif name == "data":
-                    data = json.loads(value)
-                    if kind == "snapshot":
-                        self._compare(data["run"])
-                    yield kind, data
+            kind, begun = "", False
+            with self._get(connection, "/events") as answer:
+                while line := answer.readline(_MOST_BYTES):
+                    name, _, value = line.decode().rstrip("\n").partition(": ")
+                    if name == "event":
+                        kind = value
+                    elif name == "data":
+                        data = _parsed(value)
+                        if kind == "snapshot":
+                            self._compare(_checked(data)["run"])
+                            begun = True
+                        elif not begun or not isinstance(data, dict):
+                            raise _NoDashboard
+                        else:
+                            _checked({"run": {}, "workers": [], **data})
+                        yield kind, data
 
     def _compare(self, run: dict[str, Any]) -> None:
         told = run.get("run_id")
@@ -212,7 +226,7 @@ class _Dashboard:
         except http.client.RemoteDisconnected:
             reason = "it hung up without an answer; perhaps that is the workers' port"
             raise Unreachable(f"{self._host}:{self._port}", reason, _TIMEOUT_S) from None
-        except (http.client.BadStatusLine, http.client.UnknownProtocol):  # what it said is not for anybody's eyes
+        except (http.client.BadStatusLine, http.client.UnknownProtocol, _NoDashboard):  # what it said: for no eyes
             raise UsageError(
                 f"what listens at {self._host}:{self._port} is no dashboard (perhaps that is the workers' port); the "
                 "coordinator names its dashboard when it starts, and --run-dir finds it"
@@ -244,10 +258,56 @@ class _Dashboard:
         answer = connection.getresponse()
         if answer.status in (401, 403):
             body = answer.read(_MOST_BYTES).decode(errors="replace")
-            raise _Denied(f"the dashboard says: {body.strip()[:200]}")
+            raise _Denied(f"the dashboard says: {body.strip()[:200] or f'{answer.status} {answer.reason}'}")
         if answer.status != 200:
             raise ValueError(f"it answers {answer.status} {answer.reason}: no dashboard of this project?")
         return answer
+
+
+@contextmanager
+def _hung_up(connection: http.client.HTTPConnection, seconds: float) -> Iterator[None]:
+    """Within, the connection ends after so long: a socket's timeout counts from the last byte on.
+
+    Raises Unreachable then.
+    """
+    over, socket = threading.Event(), connection.sock
+
+    def hang_up() -> None:
+        over.set()
+        socket.shutdown(SHUT_RDWR)
+
+    timer = threading.Timer(seconds, hang_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, http.client.HTTPException, ValueError):
+        if not over.is_set():
+            raise
+        where = f"{connection.host}:{connection.port}"
+        raise Unreachable(where, "no whole answer came", seconds) from None
+    finally:
+        timer.cancel()
+
+
+def _parsed(text: str | bytes) -> Any:
+    """Raises _NoDashboard."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise _NoDashboard from None
+
+
+def _checked(found: Any) -> dict[str, Any]:
+    """What is shown, of the right kinds. Raises _NoDashboard."""
+    if not isinstance(found, dict) or not all(name in found for name in _SHOWN):
+        raise _NoDashboard
+    run, status, workers = (found[name] for name in _SHOWN)
+    if not isinstance(run, dict) or not isinstance(status, dict) or "state" not in status:
+        raise _NoDashboard
+    if not isinstance(workers, list) or not all(isinstance(w, dict) and "worker_id" in w for w in workers):
+        raise _NoDashboard
+    return found
 
 
 class _Following(threading.Thread):

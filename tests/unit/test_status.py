@@ -280,3 +280,81 @@ async def test_what_is_wrong_is_one_line(
 def test_an_address_that_is_none_is_said_in_a_line(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status.main(["--server", server]) == ExitCode.USAGE
     assert "--server" in capsys.readouterr().err
+
+
+@asynccontextmanager
+async def answering(answer: bytes, *, drip_s: float | None = None) -> AsyncIterator[int]:
+    """A server of another kind, which says the same to everybody; the port. ``drip_s``: and then a byte now and then,
+    without end."""
+
+    over, handlers = asyncio.Event(), []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.append(asyncio.current_task())
+        try:
+            while await reader.readline() != b"\r\n":
+                pass
+            writer.write(answer)
+            await writer.drain()
+            while drip_s is not None and not over.is_set():
+                await asyncio.sleep(drip_s)
+                writer.write(b" ")
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+        over.set()
+        await asyncio.gather(*handlers)
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["null", "[]", "{}", '"run"', "7", "<!doctype html><title>hello</title>", "[" * 100_000, "", "{"],
+    ids=["null", "list", "empty", "text", "number", "html", "nested", "nothing", "half"],
+)
+@pytest.mark.parametrize("how", [[], ["--json"]], ids=["table", "json"])
+async def test_an_answer_that_is_no_dashboards_is_said_in_a_line(
+    body: str, how: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
+    async with answering(answer) as port:
+        code = await run("--server", f"127.0.0.1:{port}", *how)
+    out, err = capsys.readouterr()
+    assert f"what listens at 127.0.0.1:{port} is no dashboard" in err
+    assert len(err.splitlines()) == 1
+    assert out == ""
+    assert code == ExitCode.USAGE
+
+
+async def test_a_watched_server_that_is_no_dashboard_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for data in ("null", '{"run": 1, "status": 2, "workers": 3}', "{}", "[" * 100_000):
+        for kind in ("snapshot", "update"):
+            head = "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+            async with answering(f"{head}event: {kind}\ndata: {data}\n\n".encode()) as port:
+                assert await run("--server", f"127.0.0.1:{port}", "--watch") == ExitCode.USAGE
+            err = capsys.readouterr().err
+            assert "is no dashboard" in err
+            assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "begun", ["HTTP/1.1 200 OK\r\nX: ", "HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n"], ids=["head", "body"]
+)
+async def test_a_server_that_sends_a_byte_now_and_then_is_not_waited_for(
+    begun: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_ANSWERED_S", 0.2)
+    async with answering(begun.encode(), drip_s=0.02) as port:
+        assert await run("--server", f"127.0.0.1:{port}") == ExitCode.UNREACHABLE
+    assert "no whole answer" in capsys.readouterr().err
+
+
+async def test_a_server_that_denies_without_a_word_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    async with answering(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n") as port:
+        assert await run("--server", f"127.0.0.1:{port}") == ExitCode.AUTHENTICATION
+    assert "the dashboard says: 401 Unauthorized" in capsys.readouterr().err
