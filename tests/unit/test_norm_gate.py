@@ -212,6 +212,26 @@ def test_norms_that_grow_for_good_are_learned() -> None:
     assert gate.judge(1e6) == 0.0
 
 
+def test_the_gate_learns_at_once_from_the_only_worker_there_is() -> None:
+    """It was refused once, and came to the same when it did that step again."""
+    gate = NormGate()
+    for _ in range(64):
+        gate.judge(1.0)
+    assert gate.judge(50.0) == 0.0
+    assert gate.judge(50.0, vouched=49.0) == 0.0  # it did not come to the same
+    assert gate.judge(50.0, vouched=100.0) == 1 / 50  # a gradient counts scaled down, for it may still be wrong
+    assert gate.judge(50.0) == gate.judge(60.0) == 1.0
+    assert gate.judge(501.0) == 0.0
+
+
+def test_of_several_workers_one_step_teaches_nothing() -> None:
+    gate = NormGate()
+    for _ in range(64):
+        gate.judge(1.0, present=2)
+    assert gate.judge(50.0, present=2, vouched=100.0) == 1 / 50
+    assert gate.judge(50.0, present=2) == 0.0
+
+
 def test_the_first_results_are_compared_with_each_other() -> None:
     gate = NormGate()
     assert gate.judge(0.0)  # a rate that begins at zero

@@ -183,6 +183,20 @@ def test_results_that_are_all_too_large_vouch_for_each_other() -> None:
     ledger.refuse(lease, "b", 5.0, most=9)
     lease = submit("c")
     assert ledger.vouched(lease, "c", present=4) == 10.0  # twice the smallest: one of them is honest
+    ledger.refuse(lease, "c", 70.0, most=9)
+    lease = submit("c")
+    assert ledger.vouched(lease, "c", present=3) == ledger.vouched(lease, "c", present=1) == 10.0
+
+
+def test_who_is_alone_vouches_for_itself_by_coming_to_the_same() -> None:
+    ledger = StreamLedger(total_steps=1)
+    for norm, said in ((math.inf, 0.0), (3.0, 0.0), (8.0, 6.0), (1.0, 16.0)):  # twice the one before, if it was finite
+        grant = ledger.grant("a", now=0.0, deadline_s=5.0)
+        assert grant is not None
+        ledger.submitted(grant.lease, 0.0)
+        assert ledger.vouched(grant.lease, "a", present=2) == 0.0
+        assert ledger.vouched(grant.lease, "a", present=1) == said
+        ledger.refuse(grant.lease, "a", norm, most=9)
 
 
 def test_nobody_vouches_for_a_result_without_steps_of_its_own() -> None:

@@ -18,7 +18,8 @@ class RunResult:
     ``shares``: what each worker did, in time and bytes; ``encode_s``, ``network_s``, ``raw_bytes``, ``encoded_bytes``
     (of results, before and after their codec) are its sums. ``downlink_raw_bytes`` and ``downlink_encoded_bytes``: of
     the versions that a codec wrote, each once. ``residuals_lost``: workers that vanished with what it had left out.
-    ``steps_skipped``: steps of this session without an update, as it was not finite.
+    ``steps_skipped``: steps of this session without an update, as it was not finite or, under rules other than
+    ``sync``, refused.
     ``bad_samples``: of the dataset, in the whole run, that cannot be read and were left out.
     ``best``: what the job's ``keep_best`` has kept; its ``path``, ``step`` and ``value``.
     """

@@ -211,11 +211,13 @@ class StreamLedger(LeaseTable[Grant]):
 
         Where more than half of those ``present`` (and two at least) come to results of a step that are all too large,
         one of them is honest, and it is the step that is unusual. So it may have twice the smallest of the others'
-        norms; 0 where they are too few, or it has no steps of its own: others then made nothing of the same.
+        norms; 0 where they are too few, or it has no steps of its own: others then made nothing of the same. Who is
+        alone has nobody else to ask: that it came to the same before vouches for it, as it was no slip.
         """
-        most = math.inf if self._judged[lease] else 0.0
+        most, alone = math.inf if self._judged[lease] else 0.0, present == 1
         for step in self._judged[lease]:
-            others = {who: norm for who, norm in self._refusals.get(step, ()) if who != worker and math.isfinite(norm)}
+            refused = self._refusals.get(step, ())
+            others = {who: norm for who, norm in refused if (alone or who != worker) and math.isfinite(norm)}
             agreed = others and 2 * (len(others) + 1) > present
             most = min(most, 2 * min(others.values()) if agreed else 0.0)
         return most

@@ -157,9 +157,13 @@ class Metrics(Collector):
 
     def _of_steps(self) -> Iterator[Metric]:
         counts = self._counts
-        yield _counter("steps", "Steps committed by this coordinator.", counts["steps"])
-        yield _counter("steps_skipped", "Steps of them without an update: it was not finite.", counts["steps_skipped"])
-        yield _counter("samples", "Samples of the steps committed by this coordinator.", counts["samples"])
+        yield _counter("steps", "Commits of this coordinator: a step each, or a round of local steps.", counts["steps"])
+        yield _counter(
+            "steps_skipped",
+            "Steps without an update: not finite, or refused by the norm gate.",
+            counts["steps_skipped"],
+        )
+        yield _counter("samples", "Samples of the commits of this coordinator.", counts["samples"])
         cumulated = accumulate(self._step_counts)
         buckets = list(zip((*map(str, _STEP_S), "+Inf"), cumulated, strict=True))
         duration = "Time from commit to commit."

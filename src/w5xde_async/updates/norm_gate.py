@@ -19,7 +19,8 @@ Every sender has one vote: the norms that are known of it weigh as much, all tog
 fast it is. Those that have left have one vote together. Where the votes are divided equally the larger norms have it.
 
 If more than half of the workers that are present exceed the bound on the same step, it counts, scaled down
-(``vouched``): then the work is unusual, not the worker.
+(``vouched``): then the work is unusual, not the worker. A worker that is alone has only itself to agree with: the
+second such result of one step counts, and the gate learns anew from it.
 
 The gate has three limits, on purpose. First, the first result of all is compared with nothing, and those up to
 ``warmup`` with ten times the (lower) median of the ones before. Second, training may change its gradients' size for
@@ -94,13 +95,15 @@ class NormGate:
         """The factor to scale a result of this finite norm by: 1, less where over the median, 0 where refused.
 
         ``sender``: who sent it; ``present``: how many there are that may send. Up to ``vouched`` it counts even
-        where it is over the bound, which learns nothing from it.
+        where it is over the bound, which learns nothing from it unless the sender is alone.
         """
         median, bound = self._median_and_bound(length)
         if norm > bound:
             self._refused[sender] = (self._refused.get(sender, (0,))[0] + 1, (norm, length))
             share = -(-self.config.reopen_after // (present // 2 + 1))
             agreed = {who: last for who, (count, last) in self._refused.items() if count >= share}
+            if present == 1 and norm <= vouched:
+                agreed[sender] = (norm, length)
             if 2 * len(agreed) > present:
                 self._accepted = {who: self._remembered([last]) for who, last in agreed.items()}
                 self._refused.clear()

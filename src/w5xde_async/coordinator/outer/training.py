@@ -292,13 +292,14 @@ class OuterTraining:
 
     async def _give_up(self, worker: str, steps: Sequence[int], outcome: Outcome) -> None:
         """No result of these steps can count: the run goes on without them, and they use up their samples."""
+        tries = self._most_tries(outcome)
         used_up = sum(self.scheduler.plan(step).num_samples for step in steps)
         await self.aggregator.submit(partial(self.rule.skip, steps, used_up))
         self._use(worker, steps)
         for step in steps:
             samples = named_samples(self.scheduler.whole_plan(step))
             self.scheduler.computed(step)
-            self.phase.warn(f"step {step + 1} is left out: {outcome.reason}, whoever computed it; {samples}")
+            self.phase.warn(f"step {step + 1} is left out: {outcome.reason}, the last of {tries} tries; {samples}")
         if not math.isfinite(outcome.norm):
             self.phase.note_gradient(self.progress, finite=False)
         rate = float(self.rule.optimizer.param_groups[0]["lr"])

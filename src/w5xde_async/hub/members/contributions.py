@@ -26,7 +26,7 @@ class Contributions:
         self.short_steps = 0  #: computed by the coordinator: too short to be sent
         self._own_leaves = self._own_samples = 0  # what the coordinator has computed itself
         self._own_s = 0.0
-        self.steps_skipped = 0  #: without an update: their gradient was not finite
+        self.steps_skipped = 0  #: without an update: not finite, or refused
         self.residuals_lost = 0  #: workers that vanished with what a lossy codec had left out
 
     def skip(self, steps: int) -> None:
