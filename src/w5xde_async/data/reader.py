@@ -26,7 +26,7 @@ from w5xde_async.data.config import ReadersConfig
 from w5xde_async.data.reading_processes import ReadingProcesses, Reads
 from w5xde_async.data.shards import Fingerprints, fingerprints
 from w5xde_async.data.stream import AT_FAULT, StreamReader
-from w5xde_async.errors import JobError, UsageError
+from w5xde_async.errors import JobError, UsageError, utf8
 from w5xde_async.job import Job, load_job, made_by
 from w5xde_async.openmp import alone
 from w5xde_async.randomness import draws_random, random_state, seed_all
@@ -196,7 +196,8 @@ class LeafReader:
     def _outcome(self, indices: Any, seed: int) -> Read | Exception:
         """What is read, or what reading raised: of some exceptions asyncio would make others on the way to its loop."""
         try:
-            return self._read_here(indices, seed)
+            read = partial(self._read_here, indices, seed)
+            return read() if self._stream is not None else _tried_again(read)
         except Exception as error:
             return error
 
@@ -221,6 +222,30 @@ class LeafReader:
             if self._random is None and self._steady >= min(_STEADY_SAMPLES, self._job.num_samples or _STEADY_SAMPLES):
                 self._random = False
         return found[0]
+
+
+def _tried_again(read: Callable[[], Read]) -> Read:
+    """What ``read`` makes. A sample is at fault only if it raises a second time.
+
+    A file system over a network that gives up for once, or threads in each other's way within a library (numpy's files
+    and the parser of Python 3.11) are not its fault: it would be left out for good, or end the run.
+    """
+    failed: dict[int | None, Exception] = {}
+    while True:
+        try:
+            found = read()
+        except (JobError, MemoryError):
+            raise
+        except Exception as error:
+            if (sample := getattr(error, AT_FAULT, None)) in failed:
+                raise
+            failed[sample] = error
+            continue
+        for sample, error in failed.items():
+            what = "a batch" if sample is None else f"sample {sample}"
+            why = utf8(f"{type(error).__name__}: {error}"[:200])
+            logger.warning("%s could not be read (%s); read once more it was there", what, why)
+        return found
 
 
 def _fetch(job: Job, indices: Any, stream: StreamReader | None = None) -> Read:
@@ -331,5 +356,8 @@ def with_local_data(job: Job, where: str) -> Job:
 
 
 def _read_seeded(job: Job, indices: Any, seed: int) -> Read:
-    seed_all(seed)
-    return _fetch(job, indices)
+    def read() -> Read:
+        seed_all(seed)
+        return _fetch(job, indices)
+
+    return _tried_again(read)
