@@ -230,7 +230,7 @@ def _tried_again(read: Callable[[], Read]) -> Read:
     A file system over a network that gives up for once, or threads in each other's way within a library (numpy's files
     and the parser of Python 3.11) are not its fault: it would be left out for good, or end the run.
     """
-    failed: dict[int | None, Exception] = {}
+    failed: dict[int | None, str] = {}
     while True:
         try:
             found = read()
@@ -239,11 +239,10 @@ def _tried_again(read: Callable[[], Read]) -> Read:
         except Exception as error:
             if (sample := getattr(error, AT_FAULT, None)) in failed:
                 raise
-            failed[sample] = error
+            failed[sample] = utf8(f"{type(error).__name__}: {error}"[:200])
             continue
-        for sample, error in failed.items():
+        for sample, why in failed.items():
             what = "a batch" if sample is None else f"sample {sample}"
-            why = utf8(f"{type(error).__name__}: {error}"[:200])
             logger.warning("%s could not be read (%s); read once more it was there", what, why)
         return found
 
