@@ -998,6 +998,17 @@ async def test_another_job_is_not_resumed_and_nothing_is_lost(
     assert (await train(run_dir=run)).digest == expected()
 
 
+@pytest.mark.parametrize("batch_size", [1, 8, 23, 48])
+async def test_another_batch_size_is_named_where_the_microbatches_were_chosen(tmp_path: Path, batch_size: int) -> None:
+    """A step of the run that lies there may be one leaf, of more samples than a batch has now."""
+    run = tmp_path / "run"
+    await train(tiny(microbatch_size=None), max_steps=2, run_dir=run)
+    with pytest.raises(
+        CheckpointMismatch, match=f"batch_size was 24 when its checkpoint was written and is {batch_size}"
+    ):
+        await started(tiny(microbatch_size=None, batch_size=batch_size), run_dir=run).start()
+
+
 async def test_a_finished_run_says_so(tmp_path: Path) -> None:
     await train(run_dir=tmp_path / "run")
     async with started(run_dir=tmp_path / "run") as coordinator:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from w5xde_async.compute.program.tracing import NotTraceable, trace_job
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.coordinator.training import NonFinite
+from w5xde_async.coordinator.training import NonFinite, ParametersNotFinite
 from w5xde_async.errors import ExitCode, JobError, LeafFailed, UpdateFailed, W5xdeError
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.layout import Layout
@@ -393,3 +395,62 @@ async def test_what_a_step_unfreezes_ends_the_run_which_would_not_train_it():
     error = await failing(replace(freezing(trains=True), scheduler=None, step=step, loss=None))
     assert isinstance(error, LeafFailed)
     assert "parameter '1.weight' was frozen when the run began and is to be trained now" in str(error)
+
+
+def overflowing(at: int, *, steps: int = 12, exploding: bool = True) -> Job:
+    """The update of step ``at`` makes parameters infinite."""
+
+    class Overflowing(torch.optim.SGD):
+        updates = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            self.updates += 1
+            if self.updates == at and exploding:
+                with torch.no_grad():
+                    self.param_groups[0]["params"][0].mul_(1e30).mul_(1e30)
+
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(64, 10), torch.arange(64) % 4)
+    return Job(
+        model=lambda: nn.Linear(10, 4), dataset=dataset, loss=nn.functional.cross_entropy, batch_size=8,
+        max_steps=steps, optimizer=lambda model: Overflowing(model.parameters(), lr=0.01),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("at", [5, 12], ids=["in the middle", "at the end"])
+@pytest.mark.parametrize("update", ["sync", "async"])
+async def test_a_run_whose_parameters_an_update_made_infinite_has_failed_and_keeps_what_was_before(
+    update: str, at: int, tmp_path: Path
+) -> None:
+    rules = UpdateConfig(rule=update)
+    with pytest.raises(ParametersNotFinite, match=r"seen at step \d+; nothing") as caught:
+        await train(lambda: overflowing(at), run_dir=tmp_path / "run", update=rules, checkpoint_every=4)
+    assert isinstance(caught.value, NonFinite)
+    assert caught.value.exit_code == ExitCode.ERROR
+    kept = sorted(int(path.name.rpartition("-")[2]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert kept[-1] < at
+    assert update != "sync" or (caught.value.step, kept[-1]) == ((6, 4) if at == 5 else (12, 8))
+    result = await train(lambda: overflowing(at, exploding=False), run_dir=tmp_path / "run", update=rules)
+    assert (result.outcome, result.step) == ("finished", 12)
+
+
+async def test_what_was_infinite_when_it_began_ends_no_run(tmp_path: Path) -> None:
+    def job(lr: float = 0.1) -> Job:
+        def model() -> nn.Module:
+            made = nn.Linear(10, 4)
+            nn.init.constant_(made.bias[:1].detach(), -math.inf)  # a class that is never given
+            return made
+
+        dataset = TensorDataset(torch.ones(24, 10), torch.arange(24) // 8 + 1)
+        return Job(
+            model=model, dataset=dataset, loss=nn.functional.cross_entropy, batch_size=8, max_steps=3,
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr),
+        )  # fmt: skip
+
+    run = tmp_path / "run"
+    assert (await train(job, run_dir=run, max_steps=2)).outcome == "finished"
+    events: list[Event] = []
+    assert (await train(job, run_dir=run, events=events)).outcome == "finished"
+    said = " ".join(event.text for event in events if isinstance(event, Warned))
+    assert "parameters are infinite or NaN at step 2 already; --resume PATH begins at an earlier one" in said

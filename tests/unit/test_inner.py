@@ -254,6 +254,10 @@ def test_a_rate_that_is_too_large_is_the_optimizers_where_no_scheduler_sets_it()
     optimizer = O.SGD(model_of().parameters(), lr=1e30)
     with pytest.raises(JobError, match=r"optimizer: it has lr of 1e\+30; give plain numbers of at most 1e\+12"):
         Schedule(optimizer, None)
+    optimizer = O.AdamW(model_of().parameters(), lr=torch.tensor(0.1))
+    scheduler = O.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+    with pytest.raises(JobError, match=r"optimizer: it has tensor\(0\.1000\) as lr; give a plain number"):
+        Schedule(optimizer, scheduler)
     optimizer = O.SGD(model_of().parameters(), lr=1.0)
     growing = O.lr_scheduler.LambdaLR(optimizer, lambda step: 1e13**step)
     with pytest.raises(JobError, match=r"scheduler: it sets lr to 10000000000000\.0"):

@@ -189,6 +189,7 @@ def test_momentum_over_a_half_is_warned_of() -> None:
     for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax):
         assert "first beta, 0.9, averages" in str(delay_warning(kind(weights, lr=0.1).param_groups))
         assert delay_warning(kind(weights, lr=0.1, betas=(0.5, 0.999)).param_groups) is None
+    assert "Rprop lengthens" in str(delay_warning(torch.optim.Rprop(weights).param_groups))
     for quiet in (torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adafactor):
         assert delay_warning(quiet(weights, lr=0.1).param_groups) is None
 

@@ -162,6 +162,8 @@ class Schedule:
         for group in self._optimizer.param_groups:
             for name in self.scheduled:
                 value = group[name][0] if name in _PAIRS else group[name]
+                if isinstance(value, Tensor):
+                    raise JobError("optimizer", f"it has {value!r} as {name}", "give a plain number")
                 if not _is_number(value):
                     hint = f"give plain numbers of at most {_MAX_NUMBER:g}"
                     raise JobError(owner, f"it {does.format(name)} {value!r}", hint)

@@ -542,6 +542,9 @@ class Coordinator:
                     training = run.training
                     if training.total_steps <= training.progress <= training.roster.contributions.steps_skipped:
                         failure = NonFinite(training.progress, training.progress)  # nothing was learned
+                    else:
+                        await run.check_parameters()
+                        failure = training.phase.lifecycle.failure
                 except Exception as error:  # the workers are told and the last commit is saved, whatever it was
                     failure = error
                 ending = Shutdown(

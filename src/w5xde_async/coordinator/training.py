@@ -58,6 +58,18 @@ class NonFinite(W5xdeError):
         )
 
 
+class ParametersNotFinite(NonFinite):
+    """An update has made parameters infinite or NaN, which no later one mends. Fields: ``step``, ``count`` (0)."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step, 0)
+        self.args = (
+            f"an update has made parameters infinite or NaN, seen at step {step}; nothing that follows mends that: "
+            "lower the learning rate (--override optimizer.lr=...), clip gradients, or keep the model's parameters in "
+            "float32, and go on from an earlier checkpoint (--resume PATH)",
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """One commit, for whoever follows the run: how far it is now, and was before, in steps of the sampler."""
@@ -116,6 +128,8 @@ class Hooks:
     """What the next commit waits for under an exact rule: it decides whether there is one. None: nothing."""
     on_quarantine: Callable[[str, str], None] = _nobody
     """A worker was quarantined: the name it has proved, or else its id, and why."""
+    on_skip: Callable[[int], None] = _nobody
+    """A step, after so many, had no update since it was not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +332,8 @@ class Phase:
     def note_gradient(self, step: int, *, finite: bool) -> None:
         """Of a commit after ``step`` steps. Too many in a row that are not finite end the run."""
         self._nonfinite = 0 if finite else self._nonfinite + 1
+        if not finite:
+            self._context.hooks.on_skip(step)
         if self._nonfinite >= self._context.checks.max_nonfinite_steps:
             self.lifecycle.fail(NonFinite(step, self._nonfinite))
 

@@ -115,6 +115,15 @@ class FlatState:
                     owner, _, leaf = name.rpartition(".")
                     module.get_submodule(owner)._buffers[leaf] = view
 
+    @property
+    def trains_finite(self) -> bool:
+        """Whether every parameter that is trained is finite in each place."""
+        for flat, group in zip(self.groups, self.layout.groups, strict=True):
+            # Adding them up is quick, and finds what is not finite; only that a sum is not finite proves nothing.
+            if group.role == "grad" and not flat.sum().isfinite() and not flat.isfinite().all():
+                return False
+        return True
+
     def digest(self) -> str:
         """Hex digest over every entry's bytes in layout order."""
         return digest(self.views)

@@ -286,7 +286,7 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint, whole: bool = 
     rate = f"{short(event.session_samples / event.trained_s)} samples/s" if timed else ""
     lines = ["", paint("bold", paint(style, event.outcome)) + reason, ""]
     of = f" of {event.total_steps:,}" if event.total_steps else ""
-    skipped = f"{event.steps_skipped:,} without an update" if event.steps_skipped else ""
+    skipped = f"{event.steps_skipped:,} skipped, without an update" if event.steps_skipped else ""
     lines.append(row("steps", f"{event.step:,}{of}", redone, skipped))
     left_out = f"{event.bad_samples:,} left out: cannot be read" if event.bad_samples else ""
     lines.append(row("samples", f"{event.samples:,}", rate, left_out))

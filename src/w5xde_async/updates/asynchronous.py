@@ -109,8 +109,13 @@ class AsynchronousRule:
 
 
 def delay_warning(param_groups: Iterable[Mapping[str, Any]]) -> str | None:
-    """What to tell the user where an optimizer's ``param_groups`` hold more momentum than delay allows, else None."""
+    """What to tell the user where an optimizer's ``param_groups`` are of one that delay does not suit; else None."""
     groups = list(param_groups)
+    if any("etas" in group for group in groups):
+        return (
+            "Rprop lengthens a step while its sign stays the same, which late gradients do for too long: training is "
+            "likely to diverge; use another optimizer, or --update sync"
+        )
     most = max((float(group.get("momentum", 0.0)) for group in groups), default=0.0)
     if most > MAX_MOMENTUM:
         return f"momentum {most:g} with delayed gradients is likely to diverge; use {MAX_MOMENTUM:g} or less"

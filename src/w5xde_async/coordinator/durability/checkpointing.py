@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from w5xde_async.coordinator.durability.journal_writer import REMIND_S, RETRY_S, JournalWriter
-from w5xde_async.coordinator.training import Commit, Training
+from w5xde_async.coordinator.training import Commit, ParametersNotFinite, Training
 from w5xde_async.errors import JobError, StoreError, W5xdeError
 from w5xde_async.openmp import release_helpers
 from w5xde_async.store.checkpoint import CheckpointStore, Record, SavedCheckpoint
@@ -96,7 +96,8 @@ class Checkpointing:
             await self._journal.flush()
         await self.settle()
         step, store = self._training.progress, self._policy.store
-        stands = step and not self._training.aggregator.torn
+        ruined = isinstance(self._training.phase.lifecycle.failure, ParametersNotFinite)
+        stands = step and not self._training.aggregator.torn and not ruined
         saved = self._saved_step == step and self._saved_version == self._state.version
         if stands and store is not None and not (saved and await self._lies_there(store, step)):
             await self._save(store, step, self._copy(step), self._rotate(step))
@@ -150,6 +151,9 @@ class Checkpointing:
 
         try:
             record, pause_s, version = await copying
+        except ParametersNotFinite as error:
+            self._training.phase.lifecycle.fail(error)
+            return
         except Exception as error:  # whatever a state_dict() raises: no later checkpoint would fare better
             what = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
             self.save_error = JobError("optimizer", f"after step {step} its state cannot be kept: {what}")

@@ -25,6 +25,7 @@ from w5xde_async.coordinator.durability.journal_writer import apply_entry
 from w5xde_async.coordinator.run.overrides import override
 from w5xde_async.coordinator.run.spec import Prepared, ResumePoint, RunFiles, RunSpec, Strategy
 from w5xde_async.coordinator.run.strategy import change_strategy
+from w5xde_async.coordinator.training import ParametersNotFinite
 from w5xde_async.data.stream import Mark, StreamReader
 from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, MalformedFrame
 from w5xde_async.job import parts_of
@@ -391,8 +392,13 @@ class KeptState:
         return rule.version if isinstance(rule, OuterRule) else 0
 
     def record(self, step: int, samples: int) -> Record:
-        """A consistent copy of everything that a resume needs. Runs between two commits; copies, writes nothing."""
+        """A consistent copy of everything that a resume needs. Runs between two commits; copies, writes nothing.
+
+        Raises ParametersNotFinite where an update has made them so: what was kept before is worth more.
+        """
         spec = self.spec
+        if spec.begins_finite and not spec.state.trains_finite:
+            raise ParametersNotFinite(step)
         with torch.no_grad():
             model: dict[str, Tensor] = {
                 entry.name: view.detach().clone()

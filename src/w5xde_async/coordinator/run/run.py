@@ -25,7 +25,7 @@ from w5xde_async.coordinator.run.strategy_chooser import StrategyChooser, chosen
 from w5xde_async.coordinator.sync.in_place import InPlace
 from w5xde_async.coordinator.sync.recomputation import Recomputation
 from w5xde_async.coordinator.sync.training import StepJournal, SyncTraining
-from w5xde_async.coordinator.training import Commit, History, Hooks, RunContext, Training
+from w5xde_async.coordinator.training import Commit, History, Hooks, ParametersNotFinite, RunContext, Training
 from w5xde_async.data.loader import Loader
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.hub.members.roster import Greeting
@@ -85,6 +85,7 @@ class Run:
         self._environment, self._journal, self._hooks = environment, journal, hooks or RunHooks()
         self.config = replace(config, update=self._strategy.update)
         self._stopping = False
+        self._looking: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._batch_leaves = self._spec.sampler.size(0).num_leaves
         self._chooser: StrategyChooser | None = None
@@ -135,6 +136,13 @@ class Run:
             await self._change(choice)
             if self.training is training:
                 return
+
+    async def check_parameters(self) -> None:
+        """The run has failed where an update of this session has made parameters infinite or NaN."""
+        training, spec = self.training, self._spec
+        step = training.progress
+        if spec.begins_finite and not await training.aggregator.submit(lambda: spec.state.trains_finite):
+            self._fail(ParametersNotFinite(step))
 
     def tick(self, now: float) -> None:
         """Do what is due by time. Called every second or so."""
@@ -206,6 +214,12 @@ class Run:
     def _fail(self, error: BaseException) -> None:
         self.training.phase.lifecycle.fail(error)
 
+    def _skipped(self, step: int) -> None:
+        """What is skipped because of the parameters will always be."""
+        assert self._tasks is not None
+        if self._looking is None or self._looking.done():
+            self._looking = self._tasks.create_task(self.check_parameters(), name=f"look at what step {step} found")
+
     def _committed(self, commit: Commit) -> None:
         assert self._tasks is not None
         self.checkpointing.on_commit(commit, self._tasks)
@@ -270,7 +284,8 @@ class Run:
             bus=environment.bus, clock=environment.runtime.clock, total_steps=spec.total_steps, history=history,
             numerics=spec.numerics,
             hooks=Hooks(
-                on_commit=self._committed, awaited=self.evaluation.awaited, on_quarantine=self._hooks.on_quarantine
+                on_commit=self._committed, awaited=self.evaluation.awaited, on_quarantine=self._hooks.on_quarantine,
+                on_skip=self._skipped,
             ),
             executor=environment.runtime.executor(1, "w5xde-aggregate"),
             random_bytes=environment.runtime.random_bytes,

@@ -71,6 +71,7 @@ class RunSpec:
     numerics: RunNumerics = field(default_factory=RunNumerics)  # also of what came before a resume
     stream: StreamReader | None = None  # where the dataset is one
     bad: BadSamples = field(default_factory=BadSamples)  # the same
+    begins_finite: bool = True  # what is trained, where this start takes it up
 
     @property
     def has_short_leaves(self) -> bool:

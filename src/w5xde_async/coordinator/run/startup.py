@@ -58,7 +58,8 @@ def prepare(
     step_flops = 0
     if run_path is not None and not anew and job.microbatch_size is None:
         size, step_flops = kept_leaf_size(run_path, config.resume)
-        job = replace(job, microbatch_size=size)
+        if size is None or size * job.accumulate_grad_batches <= job.batch_size:  # else batch_size has been changed
+            job = replace(job, microbatch_size=size)
     built = _build(job, config, alone, anew=anew, step_flops=step_flops)
     if run_path is None:
         if config.resume not in ("auto", "never"):
@@ -82,10 +83,22 @@ def prepare(
         except BaseException:
             directory.close()
             raise
+    prepared = _looked_at(prepared)
     # The order that the event loop will ask for at once is there.
     steps = prepared.spec.steps
     steps.prepare(steps.epoch_of(prepared.resume.step))
     return prepared
+
+
+def _looked_at(prepared: Prepared) -> Prepared:
+    """With whether what is trained is finite."""
+    spec, strategy, resume = prepared
+    if spec.state.trains_finite:
+        return prepared
+    if resume.step:
+        told = f"parameters are infinite or NaN at step {resume.step} already; --resume PATH begins at an earlier one"
+        resume = replace(resume, notes=(*resume.notes, told))
+    return Prepared(replace(spec, begins_finite=False), strategy, resume)
 
 
 def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step_flops: int) -> Prepared:
