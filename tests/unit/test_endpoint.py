@@ -7,6 +7,7 @@ import datetime
 import errno
 import gc
 import logging
+import resource
 import socket
 import ssl
 import sys
@@ -326,6 +327,21 @@ async def test_over_max_links_new_ones_are_closed_at_once_and_that_is_said_once(
     third = await connect("127.0.0.1", listener.port, timeout_s=5)
     await beat(third)
     await asyncio.gather(third.aclose(), listener.aclose())
+
+
+@pytest.mark.parametrize(("descriptors", "links"), [(46, 3), (41, 1), (12, 1), (1024, 5)])
+async def test_strangers_leave_descriptors_for_files(
+    descriptors: int, links: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (descriptors, descriptors))
+    listener = await listen("127.0.0.1", 0, echo, max_links=10, max_strangers=5)
+    opened = [await connect("127.0.0.1", listener.port, timeout_s=5) for _ in range(7)]
+    for link in opened[:links]:
+        await beat(link)
+    for link in opened[links:]:
+        with pytest.raises(LinkLost):
+            await link.recv()
+    await asyncio.gather(listener.aclose(), *(link.aclose() for link in opened))
 
 
 @pytest.mark.both_loops

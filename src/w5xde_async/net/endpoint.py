@@ -12,10 +12,12 @@ import asyncio
 import datetime
 import errno
 import logging
+import math
 import os
 import re
 import socket
 import ssl
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -43,6 +45,8 @@ HANDSHAKE_S = 10.0
 EXHAUSTED_S = 0.5
 #: Connections that are turned away are said no more often than this.
 REFUSALS_SAID_S = 60.0
+#: A coordinator with a dashboard has 22 beside its links, and needs some to save, to journal and to answer a browser.
+_OTHER_DESCRIPTORS = 40
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 _TLS_HINT = "compare both sides: TLS or --insecure, --tls-ca-file, --tls-cert; the coordinator's join file has it right"
@@ -218,6 +222,7 @@ async def listen(
 
     ``on_link`` runs in a task of its own for each link, which is closed when it returns. Beyond ``max_links`` a new
     one is closed at once, and so is one from an address that has ``max_strangers`` links which have not been let in.
+    Both are less where this process may have few descriptors: those that it needs for its files are not for links.
     Raises PortInUse, UsageError.
     """
     try:
@@ -240,7 +245,20 @@ async def listen(
         for sock in socks:
             sock.close()
         raise
-    return Listener(socks, on_link, tls=ssl, bulk=bulk, max_links=max_links, max_strangers=max_strangers)
+    most = _most_links()
+    return Listener(
+        socks, on_link, tls=ssl, bulk=bulk, max_links=min(max_links, most), max_strangers=min(max_strangers, most // 2)
+    )
+
+
+def _most_links() -> float:
+    """How many descriptors links may take."""
+    if sys.platform == "win32":
+        return math.inf
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return math.inf if limit == resource.RLIM_INFINITY else max(limit - _OTHER_DESCRIPTORS, 2)
 
 
 @dataclass(slots=True)
@@ -264,8 +282,8 @@ class Listener:
         *,
         tls: ssl.SSLContext | None,
         bulk: Executor | None,
-        max_links: int,
-        max_strangers: int,
+        max_links: float,
+        max_strangers: float,
     ) -> None:
         self.host, self.port = socks[0].getsockname()[:2]
         self._socks = socks
