@@ -219,6 +219,20 @@ async def test_checkpoints_end_segments_and_an_older_one_replays_all(tmp_path: P
     assert segments[0].name != "segment-000000001"  # those before the oldest kept checkpoint are gone
 
 
+@pytest.mark.parametrize("durability", ["journal", "checkpoint"])
+async def test_an_older_copy_of_run_json_hands_no_term_out_again(durability: str, tmp_path: Path) -> None:
+    """Workers that have served a later term would refuse the run, whoever asks them."""
+    run, old = tmp_path / "run", b""
+    for started, steps in enumerate((4, 8, 12), 1):
+        result = await train(jobs.mlp_sgd, run_dir=run, durability=durability, max_steps=steps)
+        assert result.step == steps
+        old = old or (run / "run.json").read_bytes()
+        assert json.loads((run / "run.json").read_text())["term"] == started
+    (run / "run.json").write_bytes(old)
+    found = await asyncio.to_thread(prepared, jobs.mlp_sgd, run, durability=durability)
+    assert found.spec.term == 4
+
+
 async def test_terms_go_on_in_one_chain_and_other_buckets_do_not_matter(tmp_path: Path) -> None:
     make, run = jobs.cnn_adamw, tmp_path / "run"
     for number, size in enumerate((64 << 10, 1 << 20, 128 << 10)):

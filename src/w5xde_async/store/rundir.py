@@ -130,6 +130,10 @@ class RunDir:
         """
         return FencedFilesystem(self._filesystem, self._check_term)
 
+    def not_before(self, term: int) -> None:
+        """A term that was handed out, as another file than run.json says, which may be an older copy."""
+        self.term = max(self.term, term)
+
     def next_term(self) -> int:
         """A term higher than any before in this directory; on the disk before it is returned.
 

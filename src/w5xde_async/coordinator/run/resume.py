@@ -56,6 +56,9 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
         directory.checkpoints_path, keep=config.keep_checkpoints, filesystem=directory.filesystem
     )  # fmt: skip
     record, num_skipped = _find(store, directory, config, notes)
+    if record is not None and record.meta.get("run_id") == directory.run_id:
+        term = record.meta.get("term")
+        directory.not_before(term if isinstance(term, int) else 0)
     # The bucket size is in the layout's own fingerprint; it may change from start to start.
     entries = json.dumps(json.loads(spec.layout.describe())["entries"]).encode()
     fingerprint = hashlib.blake2b(entries, digest_size=16).hexdigest()
@@ -172,6 +175,7 @@ def _replay(
         if journal.newest_term < directory.term:
             reason = f"its newest segment is of term {journal.newest_term}, the last start was term {directory.term}"
             raise CheckpointCorrupt(str(directory.journal_path), f"{reason}: segments are missing")
+        directory.not_before(journal.newest_term)
         point = _apply_all(spec, strategy, point, journal, position, replay, notes)
     except CheckpointCorrupt as error:
         if config.durability == "journal":
