@@ -57,8 +57,8 @@ _NO_JOIN_SECRET = (
     "file of mode 0600 and give --join-file, or set W5XDE_JOIN"
 )
 _NO_THREADS = (
-    "this machine lets this process start no more threads (ulimit -u, or the container's limit of processes): raise "
-    "that limit"
+    "this machine lets this process start no more threads: raise its limit of processes (ulimit -u, or the "
+    "container's), or of memory (ulimit -v), which a thread's stack needs"
 )
 _FEW_FILES = (
     "this process may have {number} files and connections open (ulimit -Hn, or the container's limit), and needs "

@@ -75,6 +75,24 @@ async def test_a_finished_run_without_its_model_has_failed_and_the_next_start_wr
     assert again.model_path.is_file()
 
 
+async def test_a_model_that_nothing_holds_is_not_said_to_lie_in_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise StoreError(str(tmp_path), "the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("w5xde_async.coordinator.run.shutdown.export_model", full)
+        patch.setattr(CheckpointStore, "save", full)
+        async with Coordinator(jobs.mlp_sgd(), run_dir=tmp_path / "run", config=settings()) as coordinator:
+            worker = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=WORKER).run())
+            with pytest.raises(StoreError, match=r"the model was not written: .*disk is full.*; nor was a checkpoint"):
+                await coordinator.wait()
+            worker.cancel()
+            await asyncio.gather(worker, return_exceptions=True)
+    assert not [*(tmp_path / "run" / "checkpoints").glob("step-*")]
+
+
 async def test_an_optimizer_that_raises_ends_the_run_and_nothing_half_updated_is_saved(tmp_path: Path) -> None:
     job = replace(jobs.metrics(), optimizer=lambda model: Stumbling(model.parameters(), lr=0.1))
     coordinator = Coordinator(job, run_dir=tmp_path / "run", config=settings(checkpoint_every=2))

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.errors import StoreError
+from w5xde_async.errors import StoreError, UsageError
 from w5xde_async.hub.members import access as access_module
 from w5xde_async.hub.members.access import Access
-from w5xde_async.net.tls import own_certificate
+from w5xde_async.net.tls import own_certificate, server_context
 
 TLS = CoordinatorConfig(host="0.0.0.0", advertise="there.example.org")
 
@@ -146,3 +146,39 @@ def test_the_certificate_lies_there_no_sooner_than_its_key(tmp_path: Path, monke
     monkeypatch.setattr(access_module, "write_private", write)
     access.write_anew()
     assert written.index("key.pem") < written.index("cert.pem")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("cert.pem", lambda data: data[: len(data) // 2], "cannot be used"),
+        ("cert.pem", lambda data: b"", "cannot be used"),
+        ("key.pem", lambda data: data.replace(b"M", b"N"), "cannot be used"),
+        ("key.pem", None, "No such file"),
+    ],
+    ids=["half", "empty", "flipped", "no key"],
+)
+def test_a_certificate_of_its_own_that_is_damaged_says_what_to_delete(
+    tmp_path: Path, name: str, damage: Callable[[bytes], bytes] | None, said: str
+) -> None:
+    own_certificate(tmp_path, "digits")
+    file = tmp_path / name
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(UsageError, match=said) as caught:
+        own_certificate(tmp_path, "digits")
+    assert f"delete {tmp_path / 'cert.pem'}, and the next start makes another pair" in str(caught.value)
+    (tmp_path / "cert.pem").unlink()
+    files = own_certificate(tmp_path, "digits")
+    assert files.cert is not None
+    server_context(files)
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o640, 0o604])
+def test_a_key_of_its_own_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    own_certificate(tmp_path, "digits")
+    (tmp_path / "key.pem").chmod(mode)
+    with pytest.raises(UsageError, match=f"can be read by others; run: chmod 600 {tmp_path}/key.pem"):
+        own_certificate(tmp_path, "digits")

@@ -257,8 +257,8 @@ def refuse(_: threading.Thread) -> None:
 
 
 NO_THREADS = (
-    "worker: this machine lets this process start no more threads (ulimit -u, or the container's limit of processes): "
-    "raise that limit\n"
+    "worker: this machine lets this process start no more threads: raise its limit of processes (ulimit -u, or the "
+    "container's), or of memory (ulimit -v), which a thread's stack needs\n"
 )
 
 

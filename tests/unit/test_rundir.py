@@ -231,6 +231,17 @@ def test_what_no_run_has_made_is_not_written_over(tmp_path: Path, name: str, res
     RunDir.open(tmp_path, resume=resume).close()  # an empty folder is nobody's
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_checkpoints_whose_run_json_is_gone_are_said_to_be_good(tmp_path: Path, resume: bool) -> None:
+    manifest = tmp_path / "checkpoints" / "step-000000040" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("{}")
+    with pytest.raises(RunDirUnusable, match=r"no run\.json that says of which run: put that file back") as caught:
+        RunDir.open(tmp_path, resume=resume)
+    assert f"another --run-dir and --resume {tmp_path}/checkpoints/step-..." in str(caught.value)
+    assert manifest.read_text() == "{}"
+
+
 def test_one_that_is_deleted_meanwhile_is_made_anew(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with RunDir.open(path, resume=True) as run:

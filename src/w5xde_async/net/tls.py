@@ -11,7 +11,10 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
+import shlex
 import ssl
+import stat
+import sys
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
@@ -85,7 +88,8 @@ def is_loopback(host: str) -> bool:
 def own_certificate(directory: Path, name: str) -> TlsFiles:
     """The self-signed certificate in ``directory`` (mode 0700), made (files of mode 0600) where there is none.
 
-    It stays the same over restarts, so that join strings do. Raises StoreError.
+    It stays the same over restarts, so that join strings do. Raises StoreError, and UsageError where it is there and
+    cannot be used, or others may read its key.
     """
     files = TlsFiles(directory / _CERTIFICATE, directory / _KEY)
     try:
@@ -94,8 +98,17 @@ def own_certificate(directory: Path, name: str) -> TlsFiles:
             key, cert = _self_signed(name)
             write_private(directory / _KEY, key)
             write_private(directory / _CERTIFICATE, cert)  # last: where it is, the key is
+            return files
     except OSError as error:
         raise StoreError(str(directory), f"cannot keep the certificate: {error.strerror or error}") from error
+    try:
+        _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files)
+    except UsageError as error:
+        again = f"delete {directory / _CERTIFICATE}, and the next start makes another pair, with another join string"
+        raise UsageError(f"{error}; {again}") from None
+    if sys.platform != "win32" and stat.S_IMODE((directory / _KEY).stat().st_mode) & 0o077:
+        key_path = directory / _KEY
+        raise UsageError(f"the key {key_path} can be read by others; run: chmod 600 {shlex.quote(str(key_path))}")
     return files
 
 

@@ -254,6 +254,12 @@ def _check_own(path: Path) -> None:
     """Raises RunDirUnusable where no run has been, and a file or folder has the name of one that a run writes."""
     if (path / _IDENTITY).exists():
         return
+    if any((path / "checkpoints").glob("step-*/manifest.json")):
+        reason = (
+            "it holds checkpoints, and no run.json that says of which run: put that file back from a copy, or go on "
+            f"from one of them elsewhere, with another --run-dir and --resume {path / 'checkpoints' / 'step-...'}"
+        )
+        raise RunDirUnusable(str(path), reason)
     for name in _CONTENT:
         if (there := path / name).is_file() or (there.is_dir() and any(there.iterdir())):
             reason = f"it holds {name}, which no run has made and a run would write over; choose another --run-dir"

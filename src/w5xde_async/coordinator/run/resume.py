@@ -44,6 +44,9 @@ from w5xde_async.updates.outer import OuterRule
 from w5xde_async.updates.sync import SyncRule
 
 _SET_ASIDE = "start with --durability checkpoint to set the journal aside and go on from the newest checkpoint"
+_FROM_0 = (
+    "put that back from a copy, or start with --durability checkpoint to set the journal aside and begin at step 0"
+)
 
 
 def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Prepared:
@@ -179,8 +182,11 @@ def _replay(
         point = _apply_all(spec, strategy, point, journal, position, replay, notes)
     except CheckpointCorrupt as error:
         if config.durability == "journal":
-            raise CheckpointCorrupt(error.path, f"{error.reason}; {_SET_ASIDE}") from error
-        notes.append(f"the journal is damaged and was set aside in {journal.set_aside()}: {error}")
+            raise CheckpointCorrupt(
+                error.path, f"{error.reason}; {_FROM_0 if record is None else _SET_ASIDE}"
+            ) from error
+        what = "the journal" if record is None else "the journal is damaged and"
+        notes.append(f"{what} was set aside in {journal.set_aside()}: {error}")
         notes.append(f"the steps after {0 if record is None else record.step} are computed again")
         if record is not None:
             point = _restore(spec, strategy, record, directory, notes)

@@ -225,11 +225,10 @@ class Shutdown:
         except Superseded:
             return None
         if reason and finished:  # what the run was for
-            self.export_error = StoreError(
-                str(run_dir.model_path),
-                f"the model was not written: {reason}; the last checkpoint has it, and the same command writes it once "
-                "that is mended",
-            )
+            kept = "the last checkpoint has it, and the same command writes it once that is mended"
+            if self._run.checkpointing.save_error is not None:
+                kept = "nor was a checkpoint of it: once that is mended the same command goes on from what was kept"
+            self.export_error = StoreError(str(run_dir.model_path), f"the model was not written: {reason}; {kept}")
         elif reason:
             self._bus.publish(Warned(text=f"the model was not written: {reason}"))
         return run_dir.model_path if reason == "" else None
