@@ -56,6 +56,7 @@ from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, Unre
 _WATCHED_STEPS = range(2, 22)  #: of a phase; the first one waits for workers, and the optimizer makes its state
 _SLOW_UPDATE = 0.25  #: of a step's time, from which on a faster form of the optimizer is named
 _MOST_A_TURN, _TURN_S = 8, 0.002  # steps that are computed here before anything else has a turn
+_HERE = 2.0  # times ``whole_step_s``: what a leaf may take that is computed here beside other workers
 _MOST_SHARED_S = 0.03  # of work a step: leases of one that has more are worth their way to a worker
 _MOST_UNSENT = 16  # leases of an earlier link that a worker may ask for again
 
@@ -293,7 +294,7 @@ class SyncTraining:
         if before is not None:
             self.pacing.at_most(before.worker_id, math.inf)
         if session is not None:
-            self.pacing.at_most(session.worker_id, self.pacing.config.whole_step_s)
+            self.pacing.at_most(session.worker_id, _HERE * self.pacing.config.whole_step_s)
         leases, self._for_us = self._for_us, []
         for lease in leases:
             if self.ledger.get(lease) is not None:
@@ -714,7 +715,7 @@ class SyncTraining:
         in_place, step = self._in_place, self.aggregator.step
         if in_place is None or step is None:
             return
-        grant, done, short_s = finished.grant, finished.done, self.pacing.config.whole_step_s
+        grant, done, short_s = finished.grant, finished.done, _HERE * self.pacing.config.whole_step_s
         work_s = done.compute_s / grant.block.num_leaves * step.plan.num_leaves
         whole_s = self.pacing.whole_step_s(grant.worker, step.plan.num_leaves)
         if grant.block.num_leaves == step.plan.num_leaves and done.compute_s < whole_s:
