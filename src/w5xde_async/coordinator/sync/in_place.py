@@ -363,7 +363,7 @@ class InPlace:
             structure=batch.structure, packed=batch.packed,
             tensors=[tensor.clone() for tensor in batch.tensors],  # a step may write into its batch
         )  # fmt: skip
-        before, settings = torch.get_num_threads(), [read() for read in _READ]
+        before, settings, kept = torch.get_num_threads(), [read() for read in _READ], False
         try:
             if threads != before:
                 torch.set_num_threads(threads)
@@ -379,7 +379,8 @@ class InPlace:
                     engine.load(range(len(engine.layout.buckets)))
                     self._version = plan.step
                 computed = engine.compute(task, _nowhere)
-            if [read() for read in _READ] == settings:
+            kept = [read() for read in _READ] == settings
+            if kept:
                 self._leaf_s.append(computed.compute_s / block.num_leaves)
                 return computed
             self.release(computed)
@@ -392,9 +393,10 @@ class InPlace:
             self._over = True
             return None
         finally:
-            for (read, put_back), was in zip(_SETTINGS.values(), settings, strict=True):
-                if read() != was:
-                    put_back(was)
+            if not kept:
+                for (read, put_back), was in zip(_SETTINGS.values(), settings, strict=True):
+                    if read() != was:
+                        put_back(was)
             if torch.get_num_threads() != before:
                 torch.set_num_threads(before)
 
