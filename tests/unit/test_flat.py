@@ -158,3 +158,23 @@ def test_a_norm_has_the_same_bits_with_any_number_of_threads_and_shows_what_is_n
             spoiled = values.clone()
             spoiled[at] = bad
             assert not math.isfinite(l2_norm(spoiled))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_trained_is_finite_or_not(dtype: torch.dtype, bad: float) -> None:
+    module = nn.Module()
+    largest = torch.finfo(dtype).max
+    module.weight = nn.Parameter(torch.full((5, 3), largest, dtype=dtype))  # whose sum is not finite
+    module.frozen = nn.Parameter(torch.full((3,), bad, dtype=dtype), requires_grad=False)
+    module.register_buffer("mask", torch.full((3,), bad))
+    module.register_buffer("steps", torch.ones(2, dtype=torch.int64))
+    module.empty = nn.Parameter(torch.empty(0, dtype=dtype))
+    state = FlatState(Layout.of(module))
+    state.copy_from(module)
+    assert state.trains_finite
+    view = next(v for v, e in zip(state.views, state.layout.entries, strict=True) if e.name == "weight")
+    view[4, 1] = bad
+    assert not state.trains_finite
+    view.zero_()
+    assert state.trains_finite
