@@ -998,6 +998,29 @@ async def test_another_job_is_not_resumed_and_nothing_is_lost(
     assert (await train(run_dir=run)).digest == expected()
 
 
+@pytest.mark.parametrize("later", [10, 60])
+async def test_a_dataset_that_changes_its_length_is_that_of_the_runs_beginning(tmp_path: Path, later: int) -> None:
+    """As a folder that fills, or is emptied, while it is trained on."""
+
+    class Rows(Dataset[Any]):
+        length = 48
+
+        def __len__(self) -> int:
+            return self.length
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.full((10,), float(index)), index % 4
+
+    run, dataset = tmp_path / "run", Rows()
+    async with started(tiny(dataset=dataset), max_steps=4, run_dir=run) as coordinator:
+        dataset.length = later  # its order was made
+        await finish(coordinator, lambda: tiny(dataset=dataset))
+    with pytest.raises(CheckpointMismatch, match=f"dataset length was 48 when its .* and is {later} now"):
+        await started(tiny(dataset=dataset), run_dir=run).start()
+    dataset.length = 48
+    assert (await train(tiny(dataset=dataset), max_steps=6, run_dir=run)).step == 6
+
+
 @pytest.mark.parametrize("batch_size", [1, 8, 23, 48])
 async def test_another_batch_size_is_named_where_the_microbatches_were_chosen(tmp_path: Path, batch_size: int) -> None:
     """A step of the run that lies there may be one leaf, of more samples than a batch has now."""

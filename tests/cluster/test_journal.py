@@ -27,6 +27,7 @@ from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import CheckpointCorrupt, UsageError
 from w5xde_async.job import Job
+from w5xde_async.plan.numerics import EXACT
 from w5xde_async.runtime import Runtime
 from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.store.rundir import Superseded
@@ -217,6 +218,17 @@ async def test_checkpoints_end_segments_and_an_older_one_replays_all(tmp_path: P
     assert f"the run goes on from the checkpoint of step {found.resume.saved_step}, the newest whole one" in notes
     segments = sorted((left / "journal").glob("segment-*"))
     assert segments[0].name != "segment-000000001"  # those before the oldest kept checkpoint are gone
+
+
+async def test_after_a_kill_it_is_known_on_what_the_steps_of_the_journal_were_computed(tmp_path: Path) -> None:
+    """Else nobody is told that those who compute now have other last bits."""
+    left = tmp_path / "left"
+    await crash(jobs.mlp_sgd, tmp_path / "run", at=5, left=left, checkpoint_every=500)
+    numerics = (await asyncio.to_thread(prepared, jobs.mlp_sgd, left)).spec.numerics
+    (device,) = numerics.devices
+    assert device.endswith((" with 1 thread", " threads"))
+    assert numerics.past == [EXACT]
+    assert "workers differ" in numerics.note_device("another", 3)
 
 
 @pytest.mark.parametrize("durability", ["journal", "checkpoint"])

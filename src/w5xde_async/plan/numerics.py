@@ -8,6 +8,8 @@ the last bits, and are never compared with each other.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 EXACT = "exact"  #: as one process computes
 _MOST_KNOWN = 64  # that are remembered by name
 FIRST, ANY = "first", "any"  #: settings: as the first worker of the run, and all
@@ -21,7 +23,20 @@ class RunNumerics:
         self.past: list[str] = []
         self.devices: list[str] = []
         self._agreed = ""
+        self._recorded = 0, 0  # of ``past`` and ``devices``
         self._mixed = self._differ = False
+
+    def unrecorded(self) -> dict[str, list[str]]:
+        """What is new of ``past`` (as ``numerics``) and ``devices`` since the last call: for the journal."""
+        numerics, devices = self._recorded
+        self._recorded = len(self.past), len(self.devices)
+        return {"numerics": self.past[numerics:], "devices": self.devices[devices:]}
+
+    def restore(self, numerics: Iterable[str], devices: Iterable[str]) -> None:
+        """What has computed before, beside what is known already."""
+        for known, found in ((self.past, numerics), (self.devices, devices)):
+            known.extend(name for name in dict.fromkeys(map(str, found)) if name not in known)
+            del known[_MOST_KNOWN:]
 
     def asked(self, wanted: str) -> str:
         """What a new worker is asked for by the setting ``wanted``; empty: nothing."""

@@ -70,8 +70,8 @@ class _State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A step to be written. ``told``: it was told before it is durable, because the disk had failed. ``bad_samples``
-    were found since the one before."""
+    """A step to be written. ``told``: it was told before it is durable, because the disk had failed. ``news``: what is
+    to be known after a kill beside it, since the one before."""
 
     version: int
     step: AppliedStep
@@ -79,7 +79,7 @@ class _Record:
     samples_applied: int
     wall: float
     told: bool
-    bad_samples: tuple[int, ...]
+    news: Mapping[str, Sequence[int | str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +184,12 @@ class JournalWriter:
 
     def append(
         self, version: int, step: AppliedStep, event: StepCommitted, samples_applied: int,
-        bad_samples: tuple[int, ...] = (),
+        news: Mapping[str, Sequence[int | str]] | None = None,
     ) -> None:  # fmt: skip
         """A step is applied: ``event`` is published when it counts. ``step.root`` belongs to this object now.
 
-        ``bad_samples`` were found since the last step was given, and go into its record.
+        ``news``: ``bad_samples`` that were found, and ``numerics`` and ``devices`` that came, since the last step was
+        given; they go into its record.
         """
         told = not self._holds_back
         if told:
@@ -201,7 +202,7 @@ class JournalWriter:
             return
         self._pending += 1
         self._told_early += told
-        self._queue.append(_Record(version, step, event, samples_applied, self._wall(), told, bad_samples))
+        self._queue.append(_Record(version, step, event, samples_applied, self._wall(), told, news or {}))
         self._kick()
 
     def rotate(self, step: int) -> asyncio.Future[Position | None]:
@@ -359,7 +360,7 @@ def _entry(record: _Record, layout: Layout) -> Entry:
         "samples_applied": record.samples_applied,
         "time": round(record.wall, 3),
         "event": to_record(record.event),
-        **({"bad_samples": list(record.bad_samples)} if record.bad_samples else {}),
+        **{name: list(values) for name, values in record.news.items() if values},
     }
     data = [bytes_of(root.group(group)[offset : offset + numel]) for group, offset, numel in pieces]
     return Entry(step=record.version, meta=meta, data=data)
@@ -368,13 +369,15 @@ def _entry(record: _Record, layout: Layout) -> Entry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
     """One step applied again. ``line`` is its record for ``metrics.jsonl``; ``same`` whether it gave the same norm;
-    ``bad_samples`` were found by then and not recorded before."""
+    ``bad_samples`` were found, ``numerics`` and ``devices`` came by then, and were not recorded before."""
 
     applied: Applied
     samples_applied: int
     line: Mapping[str, object]
     same: bool
     bad_samples: tuple[int, ...] = ()
+    numerics: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
 
 
 def apply_entry(entry: Entry, layout: Layout, rule: SyncRule, vector: ResultVector) -> Replayed:
@@ -404,6 +407,7 @@ def apply_entry(entry: Entry, layout: Layout, rule: SyncRule, vector: ResultVect
                     present[bucket.index] |= bucket.offset + bucket.numel > offset
         untouched, samples, told = set(meta["untouched"]), int(meta["num_samples"]), meta["event"]
         bad_samples = tuple(map(int, meta.get("bad_samples", ())))
+        numerics, devices = (tuple(map(str, meta.get(name, ()))) for name in ("numerics", "devices"))
         applied_before, line = int(meta["samples_applied"]), {"time": meta["time"], **told}
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointCorrupt(
@@ -412,4 +416,7 @@ def apply_entry(entry: Entry, layout: Layout, rule: SyncRule, vector: ResultVect
     applied = rule.apply(vector, present, samples, untouched, step=entry.step - 1)
     before = number(told.get("gradient_norm"))
     same = applied.gradient_norm == before or (applied.gradient_norm != applied.gradient_norm and before != before)
-    return Replayed(applied=applied, samples_applied=applied_before, line=line, same=same, bad_samples=bad_samples)
+    return Replayed(
+        applied=applied, samples_applied=applied_before, line=line, same=same, bad_samples=bad_samples,
+        numerics=numerics, devices=devices,
+    )  # fmt: skip

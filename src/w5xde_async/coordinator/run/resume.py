@@ -209,6 +209,7 @@ def _apply_all(
         differ += not done.same
         lines.append(done.line)
         spec.bad.restore(done.bad_samples)
+        spec.numerics.restore(done.numerics, done.devices)
         samples, of_step = done.samples_applied, number(done.line.get("loss"))
         if loss is None or math.isfinite(of_step):  # as ``Phase.committed``
             loss = of_step
@@ -241,7 +242,7 @@ def _identity(spec: RunSpec, strategy: Strategy) -> dict[str, Any]:
     """What must be the same for a run to go on, by the name that a person knows it by."""
     job = spec.job
     return {
-        "dataset length": job.num_samples,
+        "dataset length": job.num_samples if job.streamed else spec.sampler.num_samples,  # as the run goes by it
         "batch_size": job.batch_size,
         "microbatch_size": job.microbatch_samples,
         "accumulate_grad_batches": job.accumulate_grad_batches,

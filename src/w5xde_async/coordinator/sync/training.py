@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -72,9 +72,10 @@ class StepJournal(Protocol):
         """Wait until the step path may go one step further."""
 
     def append(
-        self, version: int, step: StepState, event: StepCommitted, samples_applied: int, bad_samples: tuple[int, ...]
-    ) -> None:
-        """A step is applied. ``step.root`` belongs to the journal from now on. ``bad_samples`` are the latest."""
+        self, version: int, step: StepState, event: StepCommitted, samples_applied: int,
+        news: Mapping[str, Sequence[int | str]],
+    ) -> None:  # fmt: skip
+        """A step is applied. ``step.root`` belongs to the journal from now on. ``news``: what its record has beside."""
 
 
 class SyncTraining:
@@ -493,8 +494,10 @@ class SyncTraining:
                 phases_s=phases_s,
             )
             if self.journal is not None:  # it publishes the event when the step is durable
-                bad = self.context.loader.bad.unrecorded()
-                self.journal.append(self.version, step, event, self.phase.samples_applied, bad)
+                news: dict[str, Sequence[int | str]] = {
+                    "bad_samples": self.context.loader.bad.unrecorded(), **self.context.numerics.unrecorded(),
+                }  # fmt: skip
+                self.journal.append(self.version, step, event, self.phase.samples_applied, news)
             else:
                 self.context.bus.publish(event)
                 failpoint("commit.after")
