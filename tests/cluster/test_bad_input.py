@@ -31,12 +31,22 @@ from torch.utils.data import Dataset
 from w5xde_async.compute.engine import Engine
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.coordinator.training import NonFinite
-from w5xde_async.errors import CheckpointMismatch, ExitCode, LeafFailed, LinkLost, RefusalCode, Refused, UsageError
+from w5xde_async.errors import (
+    CheckpointMismatch,
+    ExitCode,
+    JobError,
+    LeafFailed,
+    LinkLost,
+    RefusalCode,
+    Refused,
+    UsageError,
+)
 from w5xde_async.hub.members import roster
 from w5xde_async.job import Job
 from w5xde_async.net.endpoint import connect
 from w5xde_async.net.link import Link
 from w5xde_async.store.filesystem import Filesystem
+from w5xde_async.store.rundir import RunDir
 from w5xde_async.telemetry.events import (
     Bus,
     CheckpointFailed,
@@ -1019,6 +1029,26 @@ async def test_a_dataset_that_changes_its_length_is_that_of_the_runs_beginning(t
         await started(tiny(dataset=dataset), run_dir=run).start()
     dataset.length = 48
     assert (await train(tiny(dataset=dataset), max_steps=6, run_dir=run)).step == 6
+
+
+async def test_more_samples_than_can_be_put_in_order_are_refused_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Endless(Dataset[Any]):
+        def __len__(self) -> int:
+            return 1 << 40
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.zeros(10), index % 4
+
+    def lacking(*_: Any) -> Any:  # as numpy does on most machines; others would be busy for long
+        raise MemoryError("Unable to allocate 8.00 TiB")
+
+    monkeypatch.setattr("w5xde_async.plan.sampler.epoch_order", lacking)
+    for run in (None, tmp_path / "run"):
+        with pytest.raises(JobError, match=r"order of its 1,099,511,627,776 samples.*shuffle=False, or a stream"):
+            await started(tiny(dataset=Endless()), run_dir=run).start()
+    await asyncio.to_thread(lambda: RunDir.open(tmp_path / "run", resume=True).close())  # nobody has it
 
 
 @pytest.mark.parametrize("batch_size", [1, 8, 23, 48])

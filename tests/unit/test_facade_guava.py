@@ -37,7 +37,7 @@ from torch.utils.data import (
 )
 
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import CheckpointMismatch, LeafFailed, StoreError, UsageError
+from w5xde_async.errors import CheckpointMismatch, LeafFailed, PortInUse, StoreError, UsageError
 from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator
 from w5xde_async.facade.guava.loaders import reading_of
 from w5xde_async.facade.guava.workers import network_worker as program
@@ -844,3 +844,25 @@ def test_a_module_that_guava_had_says_what_there_is_instead(module: str, instead
 def test_another_module_is_missing_as_ever() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'w5xde_async\.facade\.guava\.banana'"):
         importlib.import_module("w5xde_async.facade.guava.banana")
+
+
+def test_who_waits_for_an_orchestrator_that_cannot_listen_is_let_go(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = DistributedConfig(master_ip="127.0.0.1", master_port=port, checkpoint_dir=str(tmp_path))
+        orchestrator = Orchestrator(config, mode="orchestrator")
+        orchestrator.register_model(nn.Linear(8, 4))
+        data = DataLoader(TensorDataset(torch.randn(32, 8), torch.arange(32) % 4), batch_size=8)
+        failed: list[BaseException] = []
+
+        def train() -> None:
+            try:
+                orchestrator.start_training(data, 1)
+            except PortInUse as error:
+                failed.append(error)
+
+        training = threading.Thread(target=train)
+        training.start()
+        assert orchestrator.listening.wait(20)
+        training.join(5)
+        assert len(failed) == 1

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from w5xde_async.errors import CheckpointMismatch, JobError, Refused, Unreachable, UsageError
+from w5xde_async.errors import CheckpointMismatch, JobError, PortInUse, Refused, Unreachable, UsageError
 from w5xde_async.facade.calling import NodeLines, where_to_join
 from w5xde_async.facade.neighbours import is_here, join_file_here
 from w5xde_async.facade.reading import BatchLoss, class_loss
@@ -819,6 +819,17 @@ def test_an_optimizer_that_cannot_be_made_is_told_by_its_arguments() -> None:
         with pytest.raises(JobError, match=r"; look at optimizer_class and optimizer_kwargs$") as raised:
             server_of(None, log="silent", **wrong).start()
         assert "lambda model" not in str(raised.value)
+
+
+def test_who_waits_for_a_server_that_cannot_listen_is_let_go(calls: Any) -> None:
+    """As the thread does that ``start`` does not run in."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = server_of(None, port=taken.getsockname()[1])
+        starting = calls(server.start)
+        assert server.listening.wait(20)
+        with pytest.raises(PortInUse):
+            starting.result(5)
+        assert not server.running
 
 
 def test_bad_data_is_said_at_once() -> None:

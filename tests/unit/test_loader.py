@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import random
 import re
@@ -23,7 +24,7 @@ from w5xde_async.data import loader
 from w5xde_async.data.config import DataConfig
 from w5xde_async.data.loader import BlockData, Loader
 from w5xde_async.data.reader import LeafReader
-from w5xde_async.errors import LeafFailed
+from w5xde_async.errors import JobError, LeafFailed
 from w5xde_async.job import Job
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.plan.tree import Block
@@ -353,6 +354,39 @@ async def test_a_sample_that_fails_once_is_read_again(kwargs: dict[str, int], ca
         said = [record.getMessage() for record in caplog.records]
         again = "could not be read (OSError: unreadable); read once more it was there"
         assert sorted(said) == sorted(f"sample {sample} {again}" for sample in failing)
+
+
+@pytest.mark.parametrize("gives", [0, 3, 5])
+@pytest.mark.parametrize("kwargs", [{"loader_threads": 1}, {"loader_processes": 1}, {"turns": 3}], ids=str)
+async def test_another_number_of_samples_than_was_asked_for_is_refused(gives: int, kwargs: dict[str, int]) -> None:
+    """They would count as trained."""
+
+    class Miscounting(Rows):
+        def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+            return [self[index] for index in [*indices, *indices][:gives]]
+
+    async with reading(Miscounting(), max_bad_samples=50, **kwargs) as reader:
+        reader.open(0)
+        with pytest.raises(JobError, match=f"__getitems__ gave {gives} samples for 4 indices"):
+            await reader.block(0, 0, 8)
+
+
+async def test_of_reads_that_fail_together_none_is_said_to_have_been_forgotten(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first that is looked at ends the run."""
+
+    class Broken(Rows):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            raise OSError("unreadable")
+
+    async with reading(Broken(), loader_threads=4) as reader:
+        reader.open(0, 1)
+        with pytest.raises(LeafFailed):
+            await reader.block(0, 0, 1)
+    del reader
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize("kwargs", [{"loader_threads": 2}, {"loader_processes": 1}, {"turns": 3}], ids=str)

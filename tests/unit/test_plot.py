@@ -84,6 +84,16 @@ def test_loss_and_metrics_have_their_axes(drawn: Any) -> None:
     assert [entry.get_label() for entry in left.lines] == shown[:4]
 
 
+@pytest.mark.parametrize("names", [300, 11, 2], ids=str)
+def test_many_metrics_and_long_names_leave_room_for_the_curves(names: int, drawn: Any) -> None:
+    """Warnings are errors here: matplotlib's that axes have collapsed is one."""
+    figure = drawn(run(20, evaluate=tuple(f"{'very-' * 20}long-{number}" for number in range(names))))
+    (_, right) = figure.axes
+    assert len(right.lines) == min(names, 10)
+    assert ("metrics.jsonl" in right.get_ylabel()) == (names > 10)
+    assert max(map(len, labels(figure))) < 50
+
+
 def test_a_step_done_again_counts_once_as_it_was_last(drawn: Any) -> None:
     figure = drawn(run(10) + line("step_committed", step=10, loss=7.0))
     assert list(figure.axes[0].lines[0].get_ydata())[-1] == 7.0

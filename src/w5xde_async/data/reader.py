@@ -113,6 +113,7 @@ class LeafReader:
                 read.cancel()
             elif isinstance(outcome := there.exception() or there.result(), BaseException):
                 read.set_exception(outcome)  # not raised here: its traceback is that of who read
+                read.exception()  # of several that fail only the first may be looked at, which ends the run
             else:
                 read.set_result(Read(*outcome))
 
@@ -255,6 +256,9 @@ def _fetch(job: Job, indices: Any, stream: StreamReader | None = None) -> Read:
         with users_code(), alone():
             if many is not None:
                 samples = many(numbers)
+                if len(samples) != len(numbers):
+                    reason = f"dataset.__getitems__ gave {len(samples)} samples for {len(numbers)} indices"
+                    raise JobError("dataset", reason, "give one for each, in their order")
             else:
                 for number in numbers:
                     samples.append(job.dataset[number])

@@ -170,7 +170,7 @@ class CentralServer:
             model = made_model(model, seed)
         self.model, self.dataset = model, dataset
         self.port = port  #: where it listens; with port 0, the one that was picked once it listens
-        self.listening = threading.Event()  #: set while nodes can connect
+        self.listening = threading.Event()  #: set while nodes can connect, and once ``start`` has failed
         self._directory = None if checkpoint_dir is None else Path(checkpoint_dir)
         self._log: LogMode = log
         kwargs = dict(optimizer_kwargs or {})
@@ -281,6 +281,7 @@ class CentralServer:
             if self._running is not None:
                 raise UsageError("this server runs already")
             self._running = (loop, coordinator)
+        failed = True
         try:
             join = partial(self._how_to_join, coordinator)
             async with AsyncExitStack() as stack:
@@ -294,14 +295,17 @@ class CentralServer:
                     if self._stopped:
                         coordinator.request_stop(self._stopped)
                 try:
-                    return await coordinator.wait()
+                    result = await coordinator.wait()
                 except asyncio.CancelledError:  # Ctrl-C
                     coordinator.request_stop("Ctrl-C")
-                    return await coordinator.wait()
+                    result = await coordinator.wait()
+            failed = False
+            return result
         finally:
-            self.listening.clear()
             with self._lock:
                 self._running, self._stopped = None, ""
+            # Who waits for it in another thread would wait for ever for a server that cannot listen.
+            (self.listening.set if failed else self.listening.clear)()
 
     def _how_to_join(self, coordinator: Coordinator) -> str:
         told = coordinator.invitation

@@ -30,6 +30,7 @@ _MAX_SLICES = 1000
 _SMOOTHING = 0.02  # of the run, on each side of a step
 _MARKED_POINTS = 40
 _LOG_FROM_RATIO = 50.0
+_MOST_METRICS, _MOST_NAMED, _MOST_CHARACTERS = 10, 4, 30  # more, and there is no room for the curves
 _LOSS_COLOR, _INK, _GRID = "#1f5fa8", "#222222", "#e4e4e4"
 _METRIC_COLORS = ("#c2571a", "#2f8f4e", "#8a4fa3", "#b08a00", "#c23b5e")
 
@@ -146,8 +147,9 @@ def _draw(figure: Figure, history: _History) -> None:
 def _draw_metrics(axes: Axes, metrics: dict[str, dict[int, float]]) -> Axes | None:
     """The evaluations; the result is the right-hand axis, if one was needed."""
     right: Axes | None = None
-    others = [name for name in metrics if "loss" not in name.lower()]
-    for index, (name, values) in enumerate(metrics.items()):
+    drawn = list(metrics.items())[:_MOST_METRICS]
+    others = [name for name, _ in drawn if "loss" not in name.lower()]
+    for index, (name, values) in enumerate(drawn):
         target = axes
         if name in others:
             right = right or axes.twinx()
@@ -156,10 +158,12 @@ def _draw_metrics(axes: Axes, metrics: dict[str, dict[int, float]]) -> Axes | No
         color = _METRIC_COLORS[index % len(_METRIC_COLORS)]
         marker = "o" if len(steps) <= _MARKED_POINTS else ""
         target.plot(
-            steps, found, color=color, linewidth=1.6, marker=marker, markersize=4, label=f"{_literal(name)}, evaluated"
+            steps, found, color=color, linewidth=1.6, marker=marker, markersize=4, label=f"{_short(name)}, evaluated"
         )
     if right is not None:
-        _dress(right, _literal(", ".join(others)), shown="right")
+        left_out = len(metrics) - len(drawn)
+        names = ", ".join(map(_short, others[:_MOST_NAMED])) + (", ..." if len(others) > _MOST_NAMED else "")
+        _dress(right, names + (f" ({left_out} more in metrics.jsonl)" if left_out else ""), shown="right")
     return right
 
 
@@ -176,6 +180,10 @@ def _dress(axes: Axes, label: str, *, shown: str) -> None:
 def _literal(text: str) -> str:
     """``text`` without what matplotlib would read as a formula, or as a label to hide."""
     return text.replace("$", r"\$").lstrip("_")
+
+
+def _short(name: str) -> str:
+    return _literal(name if len(name) <= _MOST_CHARACTERS else name[: _MOST_CHARACTERS - 3] + "...")
 
 
 def _series(values: dict[int, float]) -> tuple[Floats, Floats]:

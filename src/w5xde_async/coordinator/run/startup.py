@@ -86,7 +86,13 @@ def prepare(
     prepared = _looked_at(prepared)
     # The order that the event loop will ask for at once is there.
     steps = prepared.spec.steps
-    steps.prepare(steps.epoch_of(prepared.resume.step))
+    try:
+        steps.prepare(steps.epoch_of(prepared.resume.step))
+    except MemoryError:
+        if prepared.spec.files is not None:
+            prepared.spec.files.directory.close()
+        reason = f"the order of its {job.num_samples:,} samples (24 bytes each) does not fit into memory"
+        raise JobError("dataset", reason, "shuffle=False, or a stream") from None
     return prepared
 
 

@@ -86,7 +86,7 @@ class Orchestrator:
         self.config, self.mode = config, mode
         self.bus = Bus()  #: the run's events (telemetry.events), for those who want more than the screen
         self.port = config.master_port  #: where it listens; with port 0, the one that was picked once it listens
-        self.listening = threading.Event()  #: set while workers can connect
+        self.listening = threading.Event()  #: set while workers can connect, and once training has failed
         token_of(token)  # it is looked for again when training starts
         self._token, self._seed, self._resume = token, seed, resume
         self._dashboard = page_at(dashboard)
@@ -274,6 +274,7 @@ class Orchestrator:
             if self._running is not None:
                 raise UsageError("this orchestrator trains already")
             self._running = (asyncio.get_running_loop(), coordinator)
+        failed = True
         try:
             async with AsyncExitStack() as stack:
                 mode: LogMode = "normal" if config.compact_log else "verbose"
@@ -300,15 +301,18 @@ class Orchestrator:
                     workers = local_workers(coordinator, job, settings.token, config.num_workers, config.island_of_all)
                     await stack.enter_async_context(workers)
                 try:
-                    return await coordinator.wait()
+                    result = await coordinator.wait()
                 except asyncio.CancelledError:  # Ctrl-C
                     coordinator.request_stop("Ctrl-C")
-                    return await coordinator.wait()
+                    result = await coordinator.wait()
+            failed = False
+            return result
         finally:
-            self.listening.clear()
             with self._lock:
                 self._running = None
                 awaited, self._awaited = self._awaited, []
+            # Who waits for it in another thread would wait for ever for one that cannot listen.
+            (self.listening.set if failed else self.listening.clear)()
             for waiting in awaited:
                 waiting.saved.set_result(None)
 
