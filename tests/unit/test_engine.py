@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import random
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -774,3 +776,71 @@ def test_devices_that_are_not_there_are_named() -> None:
     assert choose_device("auto").type in ("cpu", "cuda", "mps")
     with pytest.raises(ValueError, match="cuda:99 is not on this machine"):
         choose_device("cuda:99")
+
+
+# -- a job's code that changes more than values
+
+
+class Growing(nn.Module):
+    """Makes a layer, or replaces a parameter, in the ``at``-th call of its forward."""
+
+    def __init__(self, kind: str, at: int) -> None:
+        super().__init__()
+        self.body, self.head, self.extra = nn.Linear(8, 8), nn.Linear(8, 3), nn.Module()
+        self.kind, self.at, self.calls = kind, at, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.at:
+            if self.kind == "made":
+                self.extra.late = nn.Linear(8, 8)
+            else:
+                self.body.weight = nn.Parameter(self.body.weight.detach().clamp(-0.2, 0.2))
+        x = self.body(x)
+        return self.head(self.extra.late(x) if hasattr(self.extra, "late") else x)
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
+@pytest.mark.parametrize("at", [1, 3, 9])
+@pytest.mark.parametrize(("kind", "name"), [("made", "extra.late.weight"), ("replaced", "body.weight")])
+def test_parameters_that_nobody_would_train_are_refused_by_name(kind: str, name: str, at: int, bucket_bytes: int):
+    run = Run(job(model=partial(Growing, kind, at)), bucket_bytes=bucket_bytes)
+    done: list[ComputedBlock] = []
+
+    def on() -> None:
+        while len(done) < 40:
+            done.append(run.compute(task(leaves((4,)), (4,))))
+
+    with pytest.raises(LeafError, match=f"parameter '{name}' is another one than when the run began") as caught:
+        on()
+    assert at - 1 <= len(done) < 2 * at
+    for vector in caught.value.vectors:
+        run.engine.release(vector)
+    assert run.engine._pool.num_out == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [(lambda: sys.exit(0), 0), (lambda: sys.exit(3), 3), (lambda: sys.exit("no"), 1), (sys.exit, 0), (failing, 1),
+     (lambda: None, 1)],
+    ids=["0", "3", "text", "none", "raises", "returns"],
+)  # fmt: skip
+def test_a_process_that_a_step_has_forked_ends_where_the_step_ends(ends: Any, code: int) -> None:
+    """It has its parent's connections and files, and would go on as another of it."""
+    children: list[int] = []
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        if not children:
+            children.append(os.fork())
+            if not children[0]:
+                ends()
+        return F.cross_entropy(module(batch[0]), batch[1])
+
+    run = Run(job(loss=None, step=step, model=plain_net))
+    batches, parent = leaves((4, 4)), os.getpid()
+    outcome = run.compute(task(batches, (4, 4)))
+    assert os.getpid() == parent
+    _, status = os.waitpid(children[0], 0)
+    assert os.waitstatus_to_exitcode(status) == code
+    same(run.sums(outcome), naive(job(model=plain_net), batches, (4, 4)))

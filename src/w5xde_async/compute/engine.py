@@ -58,6 +58,10 @@ _WRITTEN = (
     "the step wrote into its batch before the block had to be computed again, so that its data is no longer there; "
     "write into a copy (batch.clone())"
 )
+_REPLACED = (
+    "parameter {name!r} is another one than when the run began, and what is trained is fixed for a run: make every "
+    "layer in the model's constructor, and change values in place (with torch.no_grad(): weight.clamp_(-1, 1))"
+)
 _TOO_FEW = "Expected more than 1 value per channel"
 
 
@@ -182,6 +186,8 @@ class Engine:
         for bucket in self._grad_buckets:
             for index in bucket.entries:
                 self._buckets_of.setdefault(index, []).append(bucket.index)
+        self._own = {id(parameter) for parameter in self.model.parameters()}
+        self._blocks, self._pid = 0, os.getpid()
         self._weights: dict[float, Tensor] = {}
         self._autocast = autocast(self.precision, self.device.type)
         self._seeded = None if self.device.type == "cpu" else self.device  # whose generator is seeded beside the CPU's
@@ -290,6 +296,7 @@ class Engine:
         try:
             return self._compute(block)
         except BaseException as error:
+            self._end_fork(error)
             lost = self._transfer.lost()
             if lost is None:
                 self._transfer.wait()  # whoever hears of it may count on no further ``emit``
@@ -329,6 +336,10 @@ class Engine:
             if _versions(block.task.tensors) != as_it_came:
                 raise self._failure(block, block.leaf, RuntimeError(_WRITTEN))
             self._transfer.empty_cache()  # not before the error and its frames are gone, which hold what was computed
+        self._end_fork()
+        self._blocks += 1
+        if self._blocks & (self._blocks - 1) == 0:  # seldom: a large model has thousands
+            self._check_parameters(block)
         metric_names, values = block.reported()
         numbers = self._read([*block.losses, *values])
         losses, metrics = numbers[: len(block.losses)], numbers[len(block.losses) :]
@@ -448,6 +459,21 @@ class Engine:
             self._buffers.collect(block.open[-1], samples, block.changed)
         if self._native and not (finishing and self._overlap):
             self._cast(self._grad_buckets, block)
+
+    def _check_parameters(self, block: Block) -> None:
+        """Raises LeafError where the job's code has given the model other parameters: nobody would train them."""
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) not in self._own:
+                self._abandon(block)
+                raise self._failure(block, block.leaf, TypeError(_REPLACED.format(name=name)))
+
+    def _end_fork(self, error: BaseException | None = None) -> None:
+        """A process that the job's step has forked ends where the step ends: all that follows is its parent's, whose
+        connections and files it has."""
+        if os.getpid() != self._pid:
+            asked = error.__cause__ if isinstance(error, LeafError) else error
+            code = asked.code if isinstance(asked, SystemExit) else 1
+            os._exit(code if isinstance(code, int) else int(code is not None))
 
     def _times_written(self) -> list[int]:
         """How often each bound gradient has been written so far."""
