@@ -24,7 +24,7 @@ from w5xde_async.errors import RefusalCode, Refused, UsageError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.net.join import Invitation
 from w5xde_async.net.tls import TlsFiles, own_certificate
-from w5xde_async.telemetry.events import Event, Warned, WorkerLeft
+from w5xde_async.telemetry.events import Event, Warned, WorkerJoined, WorkerLeft
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import PROTOCOL_VERSION, Hello, Proof
 from w5xde_async.worker.service import Departure, Worker
@@ -212,6 +212,25 @@ async def test_secret_and_revoked_workers_are_read_again(tmp_path: Path):
         await coordinator.reload_access()
         assert before is not None
         assert before.reveal() != (tmp_path / "join").read_text().strip()
+
+
+async def test_a_name_that_is_a_workers_own_word_locks_nobody_out_and_that_is_said(tmp_path: Path):
+    commits, events = Commits(), list[Event]()
+    commits.bus.subscribe(events.append)
+    async with running(tmp_path, commits) as coordinator:
+        joined = asyncio.create_task(worker(revealed(coordinator.invitation), name="ann").run())
+        await commits.reach(1)
+        (found,) = [event for event in events if isinstance(event, WorkerJoined)]
+        revoked = tmp_path / "run" / "revoked"
+        await asyncio.to_thread(revoked.write_text, f"{found.name}\n")
+        await coordinator.reload_access()
+        (said,) = [event.text for event in events if isinstance(event, Warned) and "stays" in event.text]
+        assert said.startswith(f"{found.name} stays: it has joined with the run's secret")
+        assert f"write {found.worker_id} into revoked" in said
+        await asyncio.to_thread(revoked.write_text, f"{found.worker_id}\n")
+        await coordinator.reload_access()
+        with pytest.raises(Refused, match="revoked"):
+            await joined
 
 
 async def test_a_rotated_secret_and_a_revocation_outlive_a_reload_and_a_restart(tmp_path: Path):

@@ -182,3 +182,30 @@ def test_a_key_of_its_own_that_others_may_read_is_refused(tmp_path: Path, mode: 
     (tmp_path / "key.pem").chmod(mode)
     with pytest.raises(UsageError, match=f"can be read by others; run: chmod 600 {tmp_path}/key.pem"):
         own_certificate(tmp_path, "digits")
+
+
+@pytest.mark.parametrize(("config", "refused"), [(TLS, True), (replace(TLS, host="127.0.0.1"), False)])
+def test_a_secret_in_the_directory_that_could_be_guessed_is_refused_off_loopback(
+    tmp_path: Path, config: CoordinatorConfig, refused: bool
+) -> None:
+    """At the start, and where it is read again: then nothing has changed."""
+    if not refused:
+        config = replace(config, join_file=tmp_path / "join")  # TLS all the same
+    path = tmp_path / "run"
+    path.mkdir()
+    access = Access(config, path)
+    before = (path / "secret").read_text()
+    (path / "secret").write_text("abc\n")
+    (path / "revoked").write_text("mallory\n")
+    if refused:
+        with pytest.raises(UsageError, match=r"the secret in .*/run/secret could be guessed: it has the strength of"):
+            access.reload()
+        assert not access.credentials.revoked("mallory")
+        with pytest.raises(UsageError, match="could be guessed"):
+            Access(config, path)
+        (path / "secret").write_text(before)
+        assert not access.reload()
+        assert access.credentials.revoked("mallory")
+    else:
+        assert access.reload()
+        Access(config, path)

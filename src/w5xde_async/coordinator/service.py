@@ -304,6 +304,14 @@ class Coordinator:
         for session in (*self._training.roster.sessions.values(), *self._training.roster.joining):
             if self._access.credentials.revoked(session.identity, session.worker_id):
                 session.abort("its access was revoked")
+            elif not session.identity and self._access.credentials.revoked(session.name):
+                self.bus.publish(
+                    Warned(
+                        text=f"{session.name} stays: it has joined with the run's secret, with which anybody takes any "
+                        f"name. To put this process out, write {session.worker_id} into revoked; to keep its owner "
+                        "out, change the secret"
+                    )
+                )
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a worker over a connection that the application has accepted, until it ends; then it is closed.

@@ -126,16 +126,19 @@ class Access:
             self._take(secret)
 
     def reload(self) -> bool:
-        """Read the run directory's ``secret`` and ``revoked`` again; True when the secret is another."""
+        """Read the run directory's ``secret`` and ``revoked`` again; True when the secret is another.
+
+        Raises UsageError, StoreError; then all is as it was.
+        """
         with self._lock:
             if self._is_gone():  # with everything: nobody has taken a line out of a list
                 return False
+            path = None if self._run_path is None else self._run_path / _SECRET
+            secret = self._read_secret(path) if self._from_file and path is not None and path.exists() else None
             self._read_revoked()
             self._remember(_REVOKED)
-            path = None if self._run_path is None else self._run_path / _SECRET
-            if not self._from_file or path is None or not path.exists():
+            if secret is None:
                 return False
-            secret = read_secret_file(path)
             self._remember(_SECRET)
             if secret == self._last_read:
                 return False
@@ -263,10 +266,16 @@ class Access:
             return new_secret()
         path = self._run_path / _SECRET
         if path.exists():
-            self._last_read = read_secret_file(path)
+            self._last_read = self._read_secret(path)
         else:
             self._write_secret(new_secret())
         return self._last_read
+
+    def _read_secret(self, path: Path) -> str:
+        secret = read_secret_file(path)
+        if not is_loopback(self._config.host):
+            check_strength(secret, f"the secret in {path}")
+        return secret
 
     def _write_secret(self, secret: str) -> None:
         assert self._run_path is not None
