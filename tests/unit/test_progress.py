@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -555,3 +556,14 @@ def test_a_failed_run_shows_the_cause_then_the_users_own_lines() -> None:
     assert "optimizer.py" not in text
     assert "--log verbose" in text
     assert "optimizer.py" in Shown(mode="verbose")(START, failed)
+
+
+def test_what_is_told_at_the_end_may_find_nobody() -> None:
+    """A terminal that was hung up: the run's end is not another for it."""
+
+    class HungUp(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    progress = Progress(ProgressConfig(), stream=HungUp())
+    progress.tell("To go on from here:", "python -m w5xde_async.coordinator")

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
@@ -133,7 +134,8 @@ class Progress:
     def tell(self, text: str, command: str) -> None:
         """``text``, and below it a command to be copied whole. For people alone."""
         if not self._json and self._config.mode != "silent":
-            self._screen.write(f"{text}\n\n    {self._paint('accent', wording.clean(command, limit=10_000))}\n")
+            with suppress(OSError):  # nobody sees it: a terminal that was hung up, a pipe that nobody reads any more
+                self._screen.write(f"{text}\n\n    {self._paint('accent', wording.clean(command, limit=10_000))}\n")
 
     def close(self) -> None:
         """Show the last step and let go of the bar; lines can still be written."""
