@@ -63,7 +63,11 @@ class CoordinatorSettings(Program):
     )  # fmt: skip
     workers: int = setting(0, "start so many worker processes on this machine", whole(0), "workers")
     worker_threads: int | None = setting(
-        None, "threads of each of them", whole(1), "workers", shown="cores / workers, 1 for short steps"
+        None,
+        "threads of each of them",
+        whole(1),
+        "workers",
+        shown="cores / workers; 1 for short leaves where microbatch_size is open",
     )
     name: str | None = setting(None, "name of the run", NAME, "files", shown="the job's file or module")
     run_dir: Path | None = setting(
