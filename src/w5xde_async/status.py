@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from socket import SHUT_RDWR
 from typing import Any
@@ -274,7 +274,8 @@ def _hung_up(connection: http.client.HTTPConnection, seconds: float) -> Iterator
 
     def hang_up() -> None:
         over.set()
-        socket.shutdown(SHUT_RDWR)
+        with suppress(OSError):  # it has ended by itself
+            socket.shutdown(SHUT_RDWR)
 
     timer = threading.Timer(seconds, hang_up)
     timer.daemon = True

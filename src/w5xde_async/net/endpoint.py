@@ -247,7 +247,7 @@ async def listen(
         raise
     most = _most_links()
     return Listener(
-        socks, on_link, tls=ssl, bulk=bulk, max_links=min(max_links, most), max_strangers=min(max_strangers, most // 2)
+        socks, on_link, tls=ssl, bulk=bulk, max_links=min(max_links, most), max_strangers=min(max_strangers, most / 2)
     )
 
 
