@@ -31,7 +31,7 @@ from w5xde_async.job import Job
 from w5xde_async.params.flat import named_digest
 from w5xde_async.plan.pacing import Pacing, PacingConfig
 from w5xde_async.plan.sampler import StepPlan
-from w5xde_async.telemetry.events import WorkerShare
+from w5xde_async.telemetry.events import Bus, Event, Warned, WorkerShare
 from w5xde_async.worker.executors.executor import Computed, HeldLease, Send
 from w5xde_async.worker.executors.in_place import InPlaceExecutor
 from w5xde_async.worker.service import Departure, Worker
@@ -88,10 +88,13 @@ def it_is_always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def trained(
-    made: Job, *, workers: int = 1, pacing: PacingConfig = SHORT, run_dir: Path | None = None, **config: Any
-) -> RunResult:
-    given = settings(min_workers=workers, pacing=pacing, **config)
-    async with Coordinator(made, run_dir=run_dir, config=given) as coordinator:
+    made: Job, *, workers: int = 1, pacing: PacingConfig = SHORT, run_dir: Path | None = None,
+    events: list[Event] | None = None, **config: Any,
+) -> RunResult:  # fmt: skip
+    given, bus = settings(min_workers=workers, pacing=pacing, **config), Bus()
+    if events is not None:
+        bus.subscribe(events.append)
+    async with Coordinator(made, run_dir=run_dir, config=given, bus=bus) as coordinator:
         running = [
             asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run())
             for _ in range(workers)
@@ -281,6 +284,44 @@ async def test_a_step_that_fails_is_told_of_as_a_worker_tells_it() -> None:
     made = short(jobs.mlp_sgd, model=lambda: nn.Sequential(nn.Flatten(), Fails(64, 10)), microbatch_size=None)
     with pytest.raises(LeafFailed, match="it broke here"):
         await trained(replace(made, max_steps=500))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+async def test_what_the_coordinator_lacks_memory_for_has_no_other_bits(
+    beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Halved microbatches have, of batch norm and dropout: a worker computes it."""
+    if beside:
+        monkeypatch.setattr(Pacing, "takes_whole", lambda *_: False)
+        monkeypatch.setattr(training, "_MOST_SHARED_S", math.inf)
+    alone, calls, here = InPlace._compute_alone, 0, False
+
+    def compute(self: InPlace, *args: Any) -> Any:
+        nonlocal calls, here
+        calls, here = calls + 1, True
+        try:
+            return alone(self, *args)
+        finally:
+            here = False
+
+    monkeypatch.setattr(InPlace, "_compute_alone", compute)
+    given, lacked = short(jobs.cnn_sgd, batch_size=32, microbatch_size=4), False
+    loss = given.loss
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        nonlocal lacked
+        if here and calls == 12 and not lacked:
+            lacked = True
+            raise MemoryError
+        assert loss is not None
+        return loss(model(batch[0]), batch[1])
+
+    made, events = replace(given, loss=None, step=step), list[Event]()
+    result = await trained(made, workers=1 + beside, events=events)
+    assert lacked
+    assert result.digest == named_digest(reference.train(given, STEPS)[0])
+    said = [event.text for event in events if isinstance(event, Warned)]
+    assert any("MemoryError: it lacks memory for a whole microbatch" in text for text in said)
 
 
 async def test_other_bits_here_than_a_workers_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -380,10 +380,12 @@ class InPlace:
                     self._version = plan.step
                 computed = engine.compute(task, _nowhere)
             kept = [read() for read in _READ] == settings
-            if kept:
+            if kept and not computed.splits:
                 self._leaf_s.append(computed.compute_s / block.num_leaves)
                 return computed
             self.release(computed)
+            if computed.splits:  # in halves it has other bits than a worker's that has the memory
+                raise MemoryError("it lacks memory for a whole microbatch")
             changed = [
                 what for (what, (read, _)), was in zip(_SETTINGS.items(), settings, strict=True) if read() != was
             ]
