@@ -245,6 +245,16 @@ async def test_an_older_copy_of_run_json_hands_no_term_out_again(durability: str
     assert found.spec.term == 4
 
 
+async def test_an_older_copy_of_run_json_hands_out_no_term_that_the_journal_names(tmp_path: Path) -> None:
+    """After a kill: there is no checkpoint of that term."""
+    left = tmp_path / "left"
+    await crash(jobs.mlp_sgd, tmp_path / "run", at=5, left=left, checkpoint_every=500)
+    old = (left / "run.json").read_bytes()
+    assert (await asyncio.to_thread(prepared, jobs.mlp_sgd, left)).spec.term == 2
+    (left / "run.json").write_bytes(old)
+    assert (await asyncio.to_thread(prepared, jobs.mlp_sgd, left)).spec.term == 3
+
+
 async def test_terms_go_on_in_one_chain_and_other_buckets_do_not_matter(tmp_path: Path) -> None:
     make, run = jobs.cnn_adamw, tmp_path / "run"
     for number, size in enumerate((64 << 10, 1 << 20, 128 << 10)):

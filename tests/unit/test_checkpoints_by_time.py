@@ -94,8 +94,7 @@ async def test_the_last_one_is_written_again_where_it_was_deleted(lost: bool, tm
     """With the run directory, after the last commit: no later step brings another."""
     bus, saved = Bus(), list[int]()
     bus.subscribe(lambda event: saved.append(event.step) if isinstance(event, CheckpointSaved) else None)
-    phase = SimpleNamespace(samples_applied=0, lifecycle=SimpleNamespace(failure=None))
-    training: Any = SimpleNamespace(aggregator=Parameters(), phase=phase, progress=1)
+    training: Any = SimpleNamespace(aggregator=Parameters(), phase=SimpleNamespace(samples_applied=0), progress=1)
     store = CheckpointStore(tmp_path / "checkpoints")
     policy = CheckpointPolicy(store=store, every=1, every_s=600.0)
     checkpointing = Checkpointing(policy, State(), training, bus, lambda: 0.0)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
@@ -342,6 +342,21 @@ async def test_strangers_leave_descriptors_for_files(
         with pytest.raises(LinkLost):
             await link.recv()
     await asyncio.gather(listener.aclose(), *(link.aclose() for link in opened))
+
+
+async def test_strangers_of_many_addresses_leave_descriptors_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (45, 45))
+    listener = await listen("127.0.0.1", 0, echo, max_links=50)
+    address = ("127.0.0.1", listener.port)
+    with ExitStack() as opened:
+        for host in range(1, 10):
+            opened.enter_context(socket.create_connection(address, source_address=(f"127.0.0.{host}", 0)))
+        async with asyncio.timeout(5):
+            while listener.num_links < 5:  # noqa: ASYNC110 - until it has seen them
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert listener.num_links == 5
+        await listener.aclose()
 
 
 @pytest.mark.both_loops

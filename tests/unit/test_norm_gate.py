@@ -230,6 +230,10 @@ def test_of_several_workers_one_step_teaches_nothing() -> None:
         gate.judge(1.0, present=2)
     assert gate.judge(50.0, present=2, vouched=100.0) == 1 / 50
     assert gate.judge(50.0, present=2) == 0.0
+    for _ in range(8):  # its share of the refusals
+        assert gate.judge(50.0, sender="another", present=3) == 0.0
+    assert gate.judge(50.0, sender="third", present=3, vouched=100.0) == 1 / 50
+    assert gate.judge(50.0, sender="third", present=3) == 0.0
 
 
 def test_the_first_results_are_compared_with_each_other() -> None:

@@ -96,8 +96,7 @@ class Checkpointing:
             await self._journal.flush()
         await self.settle()
         step, store = self._training.progress, self._policy.store
-        ruined = isinstance(self._training.phase.lifecycle.failure, ParametersNotFinite)
-        stands = step and not self._training.aggregator.torn and not ruined
+        stands = step and not self._training.aggregator.torn
         saved = self._saved_step == step and self._saved_version == self._state.version
         if stands and store is not None and not (saved and await self._lies_there(store, step)):
             await self._save(store, step, self._copy(step), self._rotate(step))
