@@ -454,3 +454,26 @@ async def test_what_was_infinite_when_it_began_ends_no_run(tmp_path: Path) -> No
     assert (await train(job, run_dir=run, events=events)).outcome == "finished"
     said = " ".join(event.text for event in events if isinstance(event, Warned))
     assert "parameters are infinite or NaN at step 2 already; --resume PATH begins at an earlier one" in said
+
+
+async def test_a_layer_that_forward_makes_ends_the_run_by_name() -> None:
+    """It would be trained by nobody, and be in no file."""
+
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.extra = nn.Linear(10, 10), None
+
+        def forward(self, x: Any) -> Any:
+            if self.extra is None:
+                self.extra = nn.Linear(10, 4)
+            return self.extra(self.first(x))
+
+    dataset = TensorDataset(torch.ones(24, 10), torch.arange(24) // 8)
+    job = Job(
+        model=Lazy, dataset=dataset, loss=nn.functional.cross_entropy, batch_size=8, microbatch_size=4, epochs=9,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )  # fmt: skip
+    failed = await failing(job)
+    assert isinstance(failed, LeafFailed)
+    assert "parameter 'extra.weight' is another one than when the run began" in str(failed)

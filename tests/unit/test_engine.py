@@ -817,6 +817,9 @@ def test_parameters_that_nobody_would_train_are_refused_by_name(kind: str, name:
     for vector in caught.value.vectors:
         run.engine.release(vector)
     assert run.engine._pool.num_out == 0
+    for _ in range(3):  # however often it is tried
+        with pytest.raises(LeafError, match=f"parameter '{name}' is another one than when the run began"):
+            on()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -187,7 +187,7 @@ class Engine:
             for index in bucket.entries:
                 self._buckets_of.setdefault(index, []).append(bucket.index)
         self._own = {id(parameter) for parameter in self.model.parameters()}
-        self._blocks, self._pid = 0, os.getpid()
+        self._blocks, self._foreign, self._pid = 0, False, os.getpid()
         self._weights: dict[float, Tensor] = {}
         self._autocast = autocast(self.precision, self.device.type)
         self._seeded = None if self.device.type == "cpu" else self.device  # whose generator is seeded beside the CPU's
@@ -338,7 +338,7 @@ class Engine:
             self._transfer.empty_cache()  # not before the error and its frames are gone, which hold what was computed
         self._end_fork()
         self._blocks += 1
-        if self._blocks & (self._blocks - 1) == 0:  # seldom: a large model has thousands
+        if self._foreign or self._blocks & (self._blocks - 1) == 0:  # seldom: a large model has thousands
             self._check_parameters(block)
         metric_names, values = block.reported()
         numbers = self._read([*block.losses, *values])
@@ -462,8 +462,10 @@ class Engine:
 
     def _check_parameters(self, block: Block) -> None:
         """Raises LeafError where the job's code has given the model other parameters: nobody would train them."""
+        self._foreign = False
         for name, parameter in self.model.named_parameters():
             if id(parameter) not in self._own:
+                self._foreign = True
                 self._abandon(block)
                 raise self._failure(block, block.leaf, TypeError(_REPLACED.format(name=name)))
 
