@@ -255,6 +255,20 @@ async def test_an_older_copy_of_run_json_hands_out_no_term_that_the_journal_name
     assert (await asyncio.to_thread(prepared, jobs.mlp_sgd, left)).spec.term == 3
 
 
+async def test_a_journal_without_the_checkpoint_that_it_begins_at_says_what_is_lost(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    await crash(jobs.mlp_sgd, tmp_path / "run", at=5, left=left, checkpoint_every=500)
+    shutil.rmtree(left / "checkpoints")
+    with pytest.raises(
+        CheckpointCorrupt, match=r"no checkpoint to begin at; put that back from a copy, or .* at step 0"
+    ):
+        await asyncio.to_thread(prepared, jobs.mlp_sgd, left)
+    found = await asyncio.to_thread(prepared, jobs.mlp_sgd, left, durability="checkpoint")
+    assert found.resume.step == 0
+    (said,) = [note for note in found.resume.notes if "journal" in note]
+    assert said.startswith("the journal was set aside in")
+
+
 async def test_terms_go_on_in_one_chain_and_other_buckets_do_not_matter(tmp_path: Path) -> None:
     make, run = jobs.cnn_adamw, tmp_path / "run"
     for number, size in enumerate((64 << 10, 1 << 20, 128 << 10)):

@@ -429,8 +429,8 @@ async def test_a_run_whose_parameters_an_update_made_infinite_has_failed_and_kee
     assert isinstance(caught.value, NonFinite)
     assert caught.value.exit_code == ExitCode.ERROR
     kept = sorted(int(path.name.rpartition("-")[2]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert kept[-1] < at
-    assert update != "sync" or (caught.value.step, kept[-1]) == ((6, 4) if at == 5 else (12, 8))
+    assert kept[-1] < at  # one that fell due while another was written was made a commit later
+    assert update != "sync" or caught.value.step == min(at + 1, 12)
     result = await train(lambda: overflowing(at, exploding=False), run_dir=tmp_path / "run", update=rules)
     assert (result.outcome, result.step) == ("finished", 12)
 

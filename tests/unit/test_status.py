@@ -331,6 +331,21 @@ async def test_an_answer_that_is_no_dashboards_is_said_in_a_line(
     assert code == ExitCode.USAGE
 
 
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"run": {}, "status": {}, "workers": []},
+        {"run": [], "status": {"state": "running"}, "workers": []},
+        {"run": {}, "status": {"state": "running"}, "workers": [{"name": "a"}]},
+        {"run": {}, "status": {"state": "running"}, "workers": ["a"]},
+    ],
+)
+def test_what_lacks_what_is_shown_is_no_dashboards(found: dict[str, object]) -> None:
+    with pytest.raises(status._NoDashboard):
+        status._checked(found)
+    assert status._checked({"run": {}, "status": {"state": "running"}, "workers": [{"worker_id": "a"}]})
+
+
 async def test_a_watched_server_that_is_no_dashboard_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     for data in ("null", '{"run": 1, "status": 2, "workers": 3}', "{}", "[" * 100_000):
         for kind in ("snapshot", "update"):

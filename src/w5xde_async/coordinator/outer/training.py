@@ -312,7 +312,6 @@ class OuterTraining:
         self._skipped[worker] = self._skipped.get(worker, 0) + 1 if skipped else 0
         if not skipped:
             return  # with nearly every step; nobody else need be looked at
-        self.context.hooks.on_skip(self.progress)
         counts = [self._skipped.get(one, 0) for one in {*self.roster.present, worker}]
         if all(counts) and sum(counts) >= self.context.checks.max_nonfinite_steps:
             self.lifecycle.fail(NonFinite(self.progress, sum(counts)))
