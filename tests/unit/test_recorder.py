@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import math
+import os
 import threading
 from io import FileIO
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from w5xde_async.store.filesystem import Filesystem
+from w5xde_async.errors import StoreError
+from w5xde_async.store.filesystem import FencedFilesystem, Filesystem
 from w5xde_async.telemetry.events import Evaluated, Event, RunStarted, StepCommitted, Warned
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.telemetry.records import number
@@ -184,6 +186,53 @@ def test_sync_puts_the_name_of_a_new_file_on_the_disk(tmp_path: Path) -> None:
         assert synced == [tmp_path]  # once is enough
         recorder.close()
     assert [line["step"] for line in read(path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("opened", ["at first", "anew"])
+def test_a_file_that_a_successor_puts_there_while_it_is_opened_stays_his(tmp_path: Path, opened: str) -> None:
+    """Between the look whose the run is and the opening."""
+    path = tmp_path / "metrics.jsonl"
+    theirs = [opened == "at first"]  # what comes with the next look
+
+    class Disk(Filesystem):
+        def append(self, path: Path) -> FileIO:
+            if theirs == [True]:
+                theirs.append(True)
+                (path.parent / "another").write_text("the successor's\n")
+                os.replace(path.parent / "another", path)
+            return FileIO(path, "ab")
+
+    def check() -> None:
+        if len(theirs) > 1:
+            raise StoreError(str(path), "was taken over")
+
+    recorder = Recorder(path, resumed_step=1, flush_s=None, filesystem=FencedFilesystem(Disk(), check))
+    recorder(step(2))
+    recorder.flush()
+    if opened == "anew":
+        path.unlink()
+        theirs[0] = True
+        recorder(step(3))
+        recorder.flush()
+    recorder(step(4))
+    recorder.close()
+    assert path.read_text() == "the successor's\n"
+
+
+def test_a_file_that_was_taken_over_while_it_is_gone_through_is_not_rewritten(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, step(1), step(3)).close()
+    kept = path.read_bytes()
+    looks: list[str] = []
+
+    def check() -> None:
+        looks.append("")
+        if len(looks) > 1:
+            raise StoreError(str(path), "was taken over")
+
+    write(path, step(2), resumed_step=1, filesystem=FencedFilesystem(Filesystem(), check)).close()
+    assert path.read_bytes() == kept
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_torn_last_line_is_cut_off_and_foreign_lines_stay(tmp_path: Path) -> None:

@@ -139,12 +139,13 @@ class Recorder:
 
     def _append(self, data: bytes) -> None:
         self._filesystem.fence()  # raises where the file is another's
-        if self._file is not None and not is_at(self._file, self._path):  # the run directory was made anew
-            self._file.close()
+        if self._file is None or not is_at(self._file, self._path):  # or the run directory was made anew
+            if self._file is None:
+                _drop_redone(self._filesystem, self._path, self._resumed_step)
+            else:
+                self._file.close()
             self._open()
-        if self._file is None:
-            _drop_redone(self._path, self._resumed_step)
-            self._open()
+            self._filesystem.fence()  # whoever took the run over since may have put there what was opened
         file = self._file
         assert file is not None
         if self._replayed:
@@ -198,7 +199,7 @@ def is_finished(path: Path, step: int) -> bool:
     return found
 
 
-def _drop_redone(path: Path, resumed_step: int) -> None:
+def _drop_redone(filesystem: Filesystem, path: Path, resumed_step: int) -> None:
     """Rewrite the file without records of later steps and without a torn last line, if it has any."""
     temporary = path.with_name(f".tmp-{path.name}-{os.urandom(4).hex()}")
     try:
@@ -210,7 +211,7 @@ def _drop_redone(path: Path, resumed_step: int) -> None:
                 new.writelines(line for line in old if _stays(line, resumed_step))
                 new.flush()
                 os.fsync(new.fileno())
-        os.replace(temporary, path)
+        filesystem.rename(temporary, path)
     except FileNotFoundError:
         return
     finally:
