@@ -3,7 +3,8 @@
 - A blocking call of this package inside a running event loop raises (blockbuster), and so does a call of the loop from
   another thread that is not made for it.
 - A test that takes too long fails, wherever its time ends: in a task, too, and again if that held on.
-- A test that leaves a task, a thread or a descriptor behind fails; ``@pytest.mark.allow_leaks`` exempts one.
+- A test that leaves a task, a thread, a descriptor or another handler of SIGINT or SIGTERM behind fails;
+  ``@pytest.mark.allow_leaks`` exempts one.
 - Torch computes with one thread where a test begins.
 - A test sees no accelerator, and neither do programs that it starts: bits are compared with the CPU's. Those marked
   ``gpu`` see what there is.
@@ -273,6 +274,11 @@ def _use_cuda() -> None:
     torch.cuda.synchronize()
 
 
+def _handlers() -> list[object]:
+    """What a program is told to end by: with another handler the next test would end otherwise."""
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
 def _watched(item: pytest.Item) -> bool:
     return item.get_closest_marker("allow_leaks") is None
 
@@ -282,7 +288,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     if item.get_closest_marker("gpu") is not None and torch.cuda.is_available():
         _use_cuda()
     torch.set_num_threads(1)  # before any fixture: another number gives other bits, the one that a test before has left
-    item.stash[_BEFORE] = (set(threading.enumerate()), _descriptors())
+    item.stash[_BEFORE] = (set(threading.enumerate()), _descriptors(), _handlers())
     with _in_time():
         return (yield)
 
@@ -296,7 +302,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
         result = yield
     if not _watched(item):
         return result
-    threads_before, descriptors_before = item.stash[_BEFORE]
+    threads_before, descriptors_before, handlers = item.stash[_BEFORE]
+    if _handlers() != handlers:
+        pytest.fail(f"left behind: other handlers of signals, {_handlers()} in place of {handlers}", pytrace=False)
     deadline = time.monotonic() + _SETTLE_S
     while True:
         threads = [thread for thread in threading.enumerate() if thread not in threads_before]
@@ -310,7 +318,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 
 
 _AGAIN = pytest.StashKey[Callable[[], None]]()
-_BEFORE = pytest.StashKey[tuple[set[threading.Thread], set[tuple[str, str]]]]()
+_BEFORE = pytest.StashKey[tuple[set[threading.Thread], set[tuple[str, str]], list[object]]]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -368,7 +368,8 @@ def signals(
 
     numbers = [number for number in (*_known(*_STOPS), *forewarnings) if signal.getsignal(number) is not signal.SIG_IGN]
     early = [number for number in numbers if _came_early(number)]
-    launched = [number for number in numbers if isinstance(signal.getsignal(number), _Early)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    launched = any(isinstance(handler, _Early) for handler in before.values())
     for number in numbers:
         if sys.platform == "win32":
             signal.signal(number, lambda got, _: loop.call_soon_threadsafe(received, signal.Signals(got)))
@@ -385,7 +386,8 @@ def signals(
         for number in numbers:
             if sys.platform != "win32":
                 loop.remove_signal_handler(number)
-            signal.signal(number, ending if number in launched else signal.SIG_DFL)
+            handler = before[number]  # None: it is not Python's
+            signal.signal(number, ending if isinstance(handler, _Early) else handler or signal.SIG_DFL)
         if launched:
             atexit.register(_ignore_stops)
 

@@ -111,7 +111,7 @@ def test_a_stopped_worker_costs_one_lease_and_its_late_result_is_refused(
         if held:  # at once: later it would be given other leases in place of the late one
             proxy.call(lambda one: one.down.hold())
         stage.until(lambda: worker.state == "T", "the worker has stopped")
-        long_enough = time.monotonic() + 1.5  # for a block to take so long that its worker listens before the next
+        long_enough = time.monotonic() + 3.0  # for a block to take so long that its worker listens before the next
         stage.until(lambda: stage.step >= 16 and time.monotonic() > long_enough, "the others go on")
         worker.signal(signal.SIGCONT)
         stage.until(lambda: stage.step >= 20, "its result has come")

@@ -27,6 +27,7 @@ from w5xde_async.process import (
     _Ending,
     _ignore_stops,
     launch,
+    signals,
     use_batch_scheduling,
 )
 from w5xde_async.settings import WorkerSettings
@@ -102,6 +103,27 @@ def test_while_it_ends_a_first_stop_changes_nothing_and_a_second_ends_it(monkeyp
     with pytest.raises(Ended) as ended:
         ending(signal.SIGTERM, None)
     assert ended.value.args == (ExitCode.INTERRUPTED_TWICE,)
+
+
+@pytest.mark.both_loops
+async def test_handlers_of_a_host_program_are_there_again_afterwards() -> None:
+    """Who runs one of the programs by its function, in a program of his own."""
+
+    def mine(*_: object) -> None: ...
+
+    heard, known = [], (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in known}
+    try:
+        for theirs in (signal.default_int_handler, mine, signal.SIG_DFL, signal.SIG_IGN):
+            for number in known:
+                signal.signal(number, theirs)
+            with signals(heard.append, warns=["SIGUSR1"]):
+                assert (signal.getsignal(signal.SIGINT) is theirs) == (theirs is signal.SIG_IGN)
+            assert [signal.getsignal(number) for number in known] == [theirs] * 3
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert not heard
 
 
 def test_while_python_ends_its_default_does_not_come_back() -> None:
