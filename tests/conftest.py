@@ -229,6 +229,16 @@ def no_accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
+def as_a_program() -> Iterator[None]:
+    """The test runs a program's own function, after which its process would end: until then that has its handlers."""
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, bytes], None]:
     """``golden(name, data)`` compares with ``tests/golden/name``, or writes it under ``--rewrite-golden``."""
 

@@ -253,6 +253,7 @@ def test_a_large_model_has_longer() -> None:
     assert deadline_s(10.0, 4 << 30) > 2000.0
 
 
+@pytest.mark.usefixtures("as_a_program")
 def test_the_program_does_not_wait_for_threads_that_hang(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,6 +275,7 @@ def test_the_program_does_not_wait_for_threads_that_hang(
     assert "the last checkpoint did not end in time" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("as_a_program")
 def test_the_program_prints_no_traceback_of_an_update_that_the_summary_has_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

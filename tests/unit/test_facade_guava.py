@@ -807,6 +807,7 @@ def test_the_workers_program(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert ended.value.code == 2
 
 
+@pytest.mark.usefixtures("as_a_program")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
 def test_a_worker_that_is_told_to_leave_ends_as_every_worker_does(
     number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch
@@ -814,13 +815,8 @@ def test_a_worker_that_is_told_to_leave_ends_as_every_worker_does(
     def told(self: NetworkWorker) -> None:
         signal.raise_signal(number)
 
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr(NetworkWorker, "connect_and_train", told)
-    try:
-        assert program.main([]) == code
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    assert program.main([]) == code
 
 
 @pytest.mark.parametrize(

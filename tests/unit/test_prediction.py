@@ -159,6 +159,7 @@ job = Job(model=nn.Linear(8, 2), dataset=TensorDataset(x, (x.sum(1) > 0).long())
 """
 
 
+@pytest.mark.usefixtures("as_a_program")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A coordinator's command line with another first word."""
     monkeypatch.chdir(tmp_path)

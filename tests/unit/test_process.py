@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -258,19 +258,15 @@ def test_who_may_not_choose_a_policy_goes_on_without(monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def launched(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str]]]:
+def launched(capsys: pytest.CaptureFixture[str], as_a_program: None) -> Callable[..., tuple[int, str]]:
     """Gives the exit code of a program whose body that is, and what it has complained of."""
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in numbers}
 
     def launched(body: Callable[[], Coroutine[Any, Any, int]], *flags: str) -> tuple[int, str]:
         given = ("--server", "localhost:1", *flags)
         code = launch(lambda: WorkerSettings, given, prog="worker", prepare=lambda settings, token: body)
         return code, capsys.readouterr().err
 
-    yield launched
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    return launched
 
 
 def refuse(_: threading.Thread) -> None:

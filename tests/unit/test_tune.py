@@ -53,6 +53,7 @@ def test_a_plain_loop_leaves_the_job_and_torch_as_they_were() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.usefixtures("as_a_program")
 def test_a_size_that_the_job_cannot_compute_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
