@@ -14,6 +14,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.cluster import QUICK_WORKER, settings
+from tests.support.fleet import fleet
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -84,3 +85,18 @@ async def test_all_that_count_say_the_same_where_steps_are_not_finite(rule: str,
     assert sorted(named) == [
         step + 1 for step in range(EPOCHS * SAMPLES // BATCH) if BAD in sampler.plan(step).indices.tolist()
     ]
+
+
+@pytest.mark.parametrize("rule", ["local", "async-local", "streaming"])
+async def test_steps_that_a_worker_takes_with_it_were_computed_in_vain(rule: str) -> None:
+    """It is cut off after it has computed some, and before it was asked for what came of them."""
+    async with fleet(2, leaves=4, steps=64, update=UpdateConfig(rule=rule, inner_steps=4)) as made:
+        ledger, goes = made.training.ledger, made.members[0]
+        while len(ledger.carried(goes.worker_id)) < 2:
+            made.now += 1.0
+            goes.compute()
+            await made.settle()
+        carried, before = ledger.carried(goes.worker_id), made.training.phase.counts()
+        made.leave(goes)
+        assert made.training.phase.counts().leaves_wasted - before.leaves_wasted == 4 * len(carried)
+        assert made.training.phase.counts().stale == before.stale

@@ -197,6 +197,50 @@ async def test_an_overdue_lease_goes_to_another_and_its_result_is_stale():
         await run.until(lambda: held(stuck, 2))  # it has shown that it lives
 
 
+@pytest.mark.parametrize(("workers", "ahead", "nap_s"), [(2, 2, 20.0), (3, 1, 20.0), (3, 2, 300.0), (5, 2, 60.0)])
+async def test_a_leaf_that_takes_whoever_has_it_long_is_done(workers: int, nap_s: float, ahead: int) -> None:
+    """After others that took a hundredth of a second: a compiler is at work, a file is fetched. Everybody has it done
+    after its deadline, and is asked to do it again: so it has to have more time each time."""
+    pacing = PacingConfig(leases_ahead=ahead, target_lease_s=0.0, min_lease_s=0.0, whole_step_s=0.0)
+    async with scripted(pacing=pacing, silence_s=1e6) as run:
+        all_of_them = [await run.worker("one"), await run.worker("two")]
+        await first_step(run, *all_of_them)
+        all_of_them += [await run.worker(f"worker-{number}") for number in range(2, workers)]
+        for worker in all_of_them:
+            for _ in range(run.config.pacing.window):  # they have been at work for a while
+                run.training.pacing.observe(worker.worker_id, 1, 0.01, taken_s=0.01)
+        until: dict[Scripted, tuple[Lease, float]] = {}  # what each is at
+        answered: set[int] = set()
+        began, tries = run.now, 0
+        while run.training.version < 2:
+            assert run.now - began < 4 * nap_s, told(run, "overdue")
+            for worker in all_of_them:
+                if worker in until:
+                    lease, end = until[worker]
+                    if run.now < end:
+                        continue
+                    del until[worker]
+                    await worker.compute(lease)
+                dead = set(worker.revoked())
+                for one in worker.all(Lease):
+                    if one.lease in dead and one.lease not in answered:  # it had not begun it
+                        answered.add(one.lease)
+                        await worker.done(one, absent=tuple(range(BUCKETS)))
+                mine = [one for one in worker.all(Lease) if one.step == 1 and one.lease not in answered]
+                begun = next(iter(mine), None)
+                if begun is not None:
+                    slow = begun.start <= 2 < begun.start + len(begun.samples)
+                    tries += slow
+                    until[worker] = begun, run.now + (nap_s if slow else 0.01)
+                    answered.add(begun.lease)
+            await run.pass_time(nap_s / 40)
+        assert run.training.phase.refused.keys() <= {VerdictCode.STALE, VerdictCode.DUPLICATE}
+        assert tries <= 8
+        if workers > 2:
+            assert any("times as long as usual" in text for text in told(run, "overdue"))
+        assert not run.training.ledger._overran  # the step is over
+
+
 async def test_one_that_never_answers_for_an_overdue_lease_is_cut_off():
     """It lives, as far as its link says: whoever started it sees that it does not come back."""
     async with scripted(pacing=PacingConfig(leases_ahead=1, backup_factor=1e6), silence_s=1e6) as run:

@@ -121,7 +121,7 @@ class Checks(Cluster):
         now, ready = training.context.clock(), [member.worker_id for member in training.roster.membership.ready()]
         for worker, session in training.roster.sessions.items():
             for grant in training.ledger.held(worker):
-                late_s = now - training.ledger.began_at(grant) - grant.deadline_s
+                late_s = now - training.ledger.began_at(grant) - grant.deadline_s * training.ledger._patience(grant)
                 others = any(other != worker for other in ready)
                 if grant.step == training.version and late_s > 0.1 and others:
                     if all(link.receiving != grant.lease for link in session.links) and not session.ended.is_set():

@@ -11,12 +11,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.simulator.loop import VirtualLoop
 
-from w5xde_async.errors import ExitCode, LinkLost, RefusalCode, Refused, Unreachable, UsageError
+from w5xde_async.errors import ExitCode, FrameTooLarge, LinkLost, RefusalCode, Refused, Unreachable, UsageError
 from w5xde_async.net.endpoint import connect, listen
 from w5xde_async.net.join import Invitation, write_private_line
 from w5xde_async.net.link import Link
@@ -129,7 +130,7 @@ def test_a_join_file_may_come_late(run: Any, tmp_path: Path, caplog: pytest.LogC
 class HungUp:
     """A link whose other side closes at the first words, as a port with TLS does."""
 
-    peer, certificate, bytes_received = "127.0.0.1:77", b"", 0
+    peer, certificate, bytes_sent, bytes_received = "127.0.0.1:77", b"", 0, 0
 
     def abort(self) -> None:
         pass
@@ -303,6 +304,54 @@ def test_of_several_addresses_the_first_that_answers_counts(run: Any) -> None:
     tried = run(main).tried
     assert [address for address, _ in tried] == [dead, wrong, good]
     assert tried[-1][1] - tried[0][1] < 1
+
+
+@pytest.mark.parametrize("answer", ["not TLS", "another certificate", "TLS"])
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_who_answers_for_a_coordinator_that_is_away_does_not_send_a_worker_of_its_away(
+    run: Any, monkeypatch: pytest.MonkeyPatch, answer: str, comes_back: bool
+) -> None:
+    """A proxy, a captive portal, somebody in between: it was let in with these settings, so they are right. Where they
+    are not any more, it says in the end what a new worker says at once."""
+    stranger = [False]
+
+    async def join(link: Any, **_: Any) -> Any:
+        if stranger[0] and answer == "TLS":
+            raise FrameTooLarge("header", 0x1503 << 16, 1 << 16)
+        return SimpleNamespace(link=link, welcome=SimpleNamespace(run_id="0", term=1))
+
+    async def main(world: World) -> None:
+        async def connect(*_: Any, **__: Any) -> Any:
+            world.tried.append((("10.0.0.1", 77), world.loop.time()))
+            if stranger[0] and answer == "not TLS":
+                raise Refused(RefusalCode.AUTHENTICATION, "TLS: WRONG_VERSION_NUMBER", "compare both sides")
+            link = Quiet()
+            if stranger[0] and answer == "another certificate":
+                link.certificate = b"theirs"
+            return link
+
+        monkeypatch.setattr(dialing, "join", join)
+        runtime = Runtime(clock=world.loop.time, connect=connect)
+        config = WorkerConfig(connect_timeout_s=100.0, device="cpu")
+        server = "127.0.0.1:77" if answer == "TLS" else _invitation(("10.0.0.1", 77))
+        stranger[0] = True
+        with pytest.raises(Refused):
+            await Dialer(server, config, runtime).join()
+        assert len(world.tried) == 1
+        stranger[0] = False
+        dialer = Dialer(server, config, runtime)
+        await dialer.join()
+        dialer.link_ended(failed=True, applied=True, heard="")
+        stranger[0] = True
+        if comes_back:
+            world.loop.call_later(60.0, stranger.__setitem__, 0, False)
+            await dialer.join()
+        else:
+            with pytest.raises(Refused):
+                await dialer.join()
+
+    world = run(main)
+    assert world.tried[-1][1] >= (60.0 if comes_back else 90.0)
 
 
 def test_a_worker_without_a_sandbox_follows_no_join_file_to_another_machine(run: Any, tmp_path: Path) -> None:

@@ -444,6 +444,30 @@ def test_deadlines_of_leases_given_ahead_begin_with_their_step() -> None:
     assert book.overdue(60.0) == [ahead]
 
 
+def test_what_was_overdue_may_take_twice_as_long_each_time() -> None:
+    """In whatever block its leaf is the next time; other leaves, and those of other steps, may not."""
+    book = ledger(4)
+    first = grant(book, most=1)
+    assert book.overran(first) == 2.0
+    book.give_back(first.lease)
+    wider, beside = grant(book, most=2), grant(book, most=2)
+    assert (wider.block, beside.block) == (Block(0, 2), Block(2, 4))
+    assert book.overdue(19.9) == [beside]
+    assert book.overdue(20.0) == [wider, beside]
+    assert book.overran(wider) == 4.0
+    book.give_back(wider.lease)
+    (other,) = [grant(book, most=1) for _ in range(2)][1:]
+    assert other.block == Block(1, 2)
+    assert other not in book.overdue(19.9)
+    assert other in book.overdue(20.0)
+    for _ in range(100):  # what nobody ever answers for
+        assert book.overran(other) <= 2.0**32
+    book.close(0)
+    book.open(0, 4, 0.0)
+    again = grant(book, most=4)
+    assert book.overdue(10.0) == [again]
+
+
 def test_the_time_of_a_lease_begins_when_its_data_is_there() -> None:
     unread = {1}
     book = ledger(2, waits=lambda grant: grant.lease in unread)

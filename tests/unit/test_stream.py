@@ -95,6 +95,29 @@ def test_a_submission_has_no_deadline_and_the_oldest_lease_of_a_worker_has() -> 
     assert asked not in ledger.overdue(1e9)
 
 
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_step_that_was_overdue_may_take_twice_as_long(accepted: bool) -> None:
+    """A submission is no step: who is asked for another one does not wait for it any longer."""
+    ledger = StreamLedger(total_steps=2)
+    first = ledger.grant("a", now=0.0, deadline_s=5.0)
+    assert first is not None
+    assert ledger.overran(first) == 2.0
+    assert ledger.lose("a")[0] == 1
+    again, other = ledger.grant("b", now=0.0, deadline_s=5.0), ledger.grant("c", now=0.0, deadline_s=5.0)
+    assert again is not None
+    assert (again.step, ledger.overdue(9.9)) == (0, [other])
+    assert ledger.overdue(10.0) == [again, other]
+    asked = ledger.ask("d", now=0.0, deadline_s=5.0)
+    assert ledger.overran(asked) == 1.0
+    assert asked in ledger.overdue(5.0)
+    ledger.submitted(again.lease, 11.0)
+    if accepted:
+        ledger.settle(again.lease, accepted=True)
+    else:
+        assert ledger.refuse(again.lease, "b", 1.0, most=1) == (0,)
+    assert not ledger._overran
+
+
 def test_the_time_of_a_lease_begins_when_its_version_is_there() -> None:
     waits = True
     ledger = StreamLedger(total_steps=3, waits=lambda lease: waits)

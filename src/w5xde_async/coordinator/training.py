@@ -304,6 +304,10 @@ class Phase:
         self.refused[code] += 1
         self.leaves_wasted += leaves
 
+    def lose(self, leaves: int) -> None:
+        """Who had computed them has gone, and with it what came of them."""
+        self.leaves_wasted += leaves
+
     def committed(self, loss: float) -> None:
         """A commit was made of steps with this loss."""
         # A step that was left out says nothing of the parameters, which are those of the steps before it.

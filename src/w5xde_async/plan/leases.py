@@ -70,6 +70,7 @@ class LeaseTable(Generic[G]):
         self._failures: dict[tuple[int, int], list[str]] = {}  # (step, leaf) -> workers on which it raised
         # (step, leaf) -> workers that vanished on it, and whether results of theirs had counted.
         self._deaths: dict[tuple[int, int], dict[str, bool]] = {}
+        self._overran: dict[tuple[int, int], int] = {}  # (step, leaf) -> leases that took too long
 
     def get(self, lease: int) -> G | None:
         """An open lease, or None when it is not open (any more)."""
@@ -109,6 +110,16 @@ class LeaseTable(Generic[G]):
             if not deaths:
                 del self._deaths[work]
 
+    def overran(self, grant: G) -> float:
+        """The deadline of an open lease has passed, and what it covers is to be given to another.
+
+        That may take twice as long: work that takes longer than any before it is done by whoever has it then, however
+        quick all workers were so far. Returns how many times as long as usual.
+        """
+        for work in self._works(grant):
+            self._overran[work] = self._overran.get(work, 0) + 1
+        return self._patience(grant)
+
     # What the ledgers say of their leases besides.
 
     def began_at(self, grant: G) -> float:
@@ -123,10 +134,19 @@ class LeaseTable(Generic[G]):
         """The lease ends unfinished."""
         raise NotImplementedError
 
+    def _works(self, grant: G) -> Iterable[tuple[int, int]]:
+        """What it covers: (step, leaf)."""
+        raise NotImplementedError
+
     # -- for the ledgers -----------------------------------------------------------------------------------
 
     def _is_overdue(self, grant: G, now: float) -> bool:
-        return self.began_at(grant) + self._allowed_s(grant) <= now
+        return self.began_at(grant) + self._allowed_s(grant) * self._patience(grant) <= now
+
+    def _patience(self, grant: G) -> float:
+        if not self._overran:
+            return 1.0
+        return 2.0 ** min(max((self._overran.get(work, 0) for work in self._works(grant)), default=0), 32)
 
     def _number(self) -> int:
         """Of the next lease."""

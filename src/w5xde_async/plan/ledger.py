@@ -116,7 +116,7 @@ class Ledger(LeaseTable[BlockGrant]):
             for open_lease in (slot.lease, slot.backup):
                 if open_lease is not None:
                     self._drop(open_lease)
-        for tried in (self._failures, self._deaths):
+        for tried in (self._failures, self._deaths, self._overran):
             for work in [work for work in tried if work[0] == step]:
                 del tried[work]
 
@@ -423,6 +423,9 @@ class Ledger(LeaseTable[BlockGrant]):
         self._check_held()
 
     # -- inner ---------------------------------------------------------------------------------------------
+
+    def _works(self, grant: BlockGrant) -> list[tuple[int, int]]:
+        return [(grant.step, leaf) for leaf in range(*grant.block)]
 
     def _slot(self, grant: BlockGrant) -> Slot:
         return self._steps[grant.step].slots[grant.block.start]

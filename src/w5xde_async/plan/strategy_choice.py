@@ -142,7 +142,7 @@ def choose(
         reason = f"exact sync: workers compute {exact.utilization:.0%} of the time, and nothing better fits this job"
         return replace(exact, reason=reason)
     reason = (
-        f"{_named(best)}: workers compute {best.utilization:.0%} of the time; exact sync would wait "
+        f"{_named(best)}: workers compute {best.utilization:.0%} of the time; exact sync would wait up to "
         f"{_duration(seconds)} for the network at each step and compute {exact.utilization:.0%}"
     )
     return replace(best, reason=reason)

@@ -203,6 +203,7 @@ class StreamLedger(LeaseTable[Grant]):
             if accepted:
                 self.done.add(step)
                 self._refusals.pop(step, None)
+                self._overran.pop((step, 0), None)
             else:
                 heapq.heappush(self._free, step)
 
@@ -235,6 +236,7 @@ class StreamLedger(LeaseTable[Grant]):
                 heapq.heappush(self._free, step)
                 continue
             self.done.add(step)
+            self._overran.pop((step, 0), None)
             given_up.append(step)
             del self._refusals[step]
         return tuple(given_up)
@@ -297,6 +299,9 @@ class StreamLedger(LeaseTable[Grant]):
         self._check_held()
 
     # -- inner ---------------------------------------------------------------------------------------------
+
+    def _works(self, grant: Grant) -> list[tuple[int, int]]:
+        return [(grant.step, 0)] if grant.step >= 0 else []  # a submission is its worker's own
 
     def _grant(self, step: int, worker: str, now: float, deadline_s: float) -> Grant:
         return self._enter(Grant(self._number(), step, worker, now, deadline_s))

@@ -435,7 +435,9 @@ class OuterTraining:
         worker = session.worker_id
         for grant in self.ledger.held(worker):
             self.intake.drop(grant.lease)
-        self._reports.forget(self.ledger.carried(worker))
+        carried = self.ledger.carried(worker)
+        self._reports.forget(carried)
+        self.phase.lose(sum(self.scheduler.plan(step).num_leaves for step in carried))
         returned, failed_work = self.ledger.lose(worker, died=session.vanished)
         self.scheduler.left(worker)
         self._skipped.pop(worker, None)

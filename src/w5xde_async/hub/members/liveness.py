@@ -19,6 +19,7 @@ from w5xde_async.wire.messages import Heartbeat
 
 #: After so long whoever owes an answer is not waited for. A compiler may take minutes in the middle of a run.
 _HANGS_S = 300.0
+_PATIENT = 2.0  # times as long as usual: beyond that it is told
 _TELLS_S = 60.0  # overdue for so long: who waits for the only worker is told so
 
 
@@ -132,6 +133,8 @@ class Liveness:
             self._wait_for(grant, grant.worker if holder is None else holder.name, now)
             return  # nobody else could do it sooner
         self._overran(grant.worker)
+        times = self._ledger.overran(grant)
+        longer = f", which may take {times:.0f} times as long as usual" if times > _PATIENT else ""
         if holder is not None and holder.is_receiving(grant.lease) and not self._divert(holder):
             # Its bytes are on their way into the block's memory: only the end of the link frees that.
             holder.abort("its lease's deadline passed in the middle of a result")
@@ -140,10 +143,10 @@ class Liveness:
         if holder is not None and self._config.update.local:
             # What it carries would go on from a step that another has been given. And it cannot give back a lease that
             # asks for its pseudo-gradient: it would answer, and nobody would know that lease any more.
-            self._warn(f"lease {grant.lease} of {name} was overdue: what it had computed is given to others")
+            self._warn(f"lease {grant.lease} of {name} was overdue: what it had computed is given to others{longer}")
             holder.abort("its lease's deadline passed; it begins anew")
             return
-        self._warn(f"lease {grant.lease} of {name} was overdue and is given to another")
+        self._warn(f"lease {grant.lease} of {name} was overdue and is given to another{longer}")
         self._ledger.give_back(grant.lease)
         self._revoke(grant, "its deadline passed")
         self.await_answer(grant.worker)

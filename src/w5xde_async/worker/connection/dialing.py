@@ -57,6 +57,15 @@ class _NotNow(W5xdeError):
     """The coordinator answered but cannot take us now."""
 
 
+class _Foreign(W5xdeError):
+    """Whoever answered is not the coordinator that this worker has served already. Field: ``refused``, what a worker
+    that has served none ends with."""
+
+    def __init__(self, refused: Refused) -> None:
+        self.refused = refused
+        super().__init__(refused.reason)
+
+
 class Dialer:
     """Where one worker's coordinator is, and who the worker is to it. Survives links."""
 
@@ -192,11 +201,11 @@ class Dialer:
             try:
                 await self._read_join_file()
                 return await attempt_once(max(limit - (clock() - began), 0.5))
-            except (LinkLost, _NotNow, RemoteError) as error:
+            except (LinkLost, _NotNow, _Foreign, RemoteError) as error:
                 self._reason = error.reason if isinstance(error, LinkLost) else str(error)
                 left_s = limit - (clock() - began)
                 if left_s <= 0:
-                    raise self.unreachable(limit) from error
+                    raise (error.refused if isinstance(error, _Foreign) else self.unreachable(limit)) from error
             at_once = self._lacks_tls and not warned  # nothing but the person at this end will change that
             if at_once or clock() - said >= _SAID_EVERY_S:
                 said, warned = clock(), warned or at_once
@@ -269,7 +278,19 @@ class Dialer:
             raise
 
     async def _reach(self, timeout_s: float) -> Link:
-        """A link to the first of the coordinator's addresses that shows its certificate."""
+        """A link to the first of the coordinator's addresses that shows its certificate. Raises _Foreign, LinkLost and,
+        before the first coordinator was served, Refused."""
+        try:
+            return await self._reach_any(timeout_s)
+        except Refused as refused:
+            raise self._foreign(refused) from None
+
+    def _foreign(self, refused: Refused) -> W5xdeError:
+        """What to raise where not the coordinator itself has refused: who has been let in once with these settings
+        knows that they are right. A proxy, or somebody in between, may answer for a coordinator that is away."""
+        return _Foreign(refused) if self._terms else refused
+
+    async def _reach_any(self, timeout_s: float) -> Link:
         target = self._target
         assert target is not None
 
@@ -300,14 +321,15 @@ class Dialer:
         return link
 
     def _explain(self, error: BaseException, link: Link) -> None:
-        """Raise Refused where an ended handshake means that both sides disagree about TLS."""
+        """Raise Refused or _Foreign where an ended handshake means that both sides disagree about TLS."""
         tls = None if self._target is None else self._target.tls
         if tls is None and isinstance(error, FrameTooLarge) and error.nbytes >> 16 == _TLS_ALERT:
-            raise Refused(
+            refused = Refused(
                 RefusalCode.AUTHENTICATION,
                 "the coordinator speaks TLS and this worker does not",
                 "use its join file, or leave out --insecure",
-            ) from None
+            )
+            raise self._foreign(refused) from None
         if not isinstance(error, LinkLost) or self._terms or link.bytes_received:
             return
         if tls is None:
