@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from torch import nn
 
@@ -49,6 +49,7 @@ from w5xde_async.net.join import Invitation
 from w5xde_async.net.link import Link
 from w5xde_async.net.own_addresses import advertised
 from w5xde_async.net.tls import is_loopback
+from w5xde_async.openmp import release_helpers
 from w5xde_async.runtime import Listening, Runtime
 from w5xde_async.telemetry.events import Best, Bus, RunStarted, Subscriber, Warned
 from w5xde_async.telemetry.memory import host_bytes
@@ -58,6 +59,13 @@ from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import ByeCode
 
 _LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def _prepared(*given: Any) -> Prepared:
+    try:
+        return prepare(*given)
+    finally:
+        release_helpers()  # else what the event loop computes with several threads takes three times as long
 
 
 class Coordinator:
@@ -133,7 +141,7 @@ class Coordinator:
             raise UsageError("this coordinator was started before; make a new Coordinator for another run")
         loop = asyncio.get_running_loop()
         preparing = loop.run_in_executor(
-            None, prepare, self.job, self.config, self._run_path, lambda: self._runtime.random_bytes(8).hex(),
+            None, _prepared, self.job, self.config, self._run_path, lambda: self._runtime.random_bytes(8).hex(),
             not self._reference, self._runtime.filesystem,
         )  # fmt: skip
         try:

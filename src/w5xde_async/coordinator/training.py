@@ -458,6 +458,9 @@ class Parameters(Protocol):
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of every tensor, by entry name. To be submitted."""
 
+    def trains_finite(self) -> bool:
+        """Whether every parameter that is trained is finite. To be submitted."""
+
 
 class Training(WorkSource, Protocol):
     """One phase of a run, from its first lease to its last commit. Everything runs on the event loop's thread."""

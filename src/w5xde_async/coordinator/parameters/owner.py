@@ -52,6 +52,13 @@ class ParameterOwner:
         release_helpers()
         return copies
 
+    def trains_finite(self) -> bool:
+        """Whether every parameter that is trained is finite. To be submitted."""
+        try:
+            return self.state.trains_finite
+        finally:
+            release_helpers()
+
     async def aclose(self) -> None:
         """Wait for the thread."""
         self.closed = True

@@ -141,7 +141,7 @@ class Run:
         """The run has failed where an update of this session has made parameters infinite or NaN."""
         training, spec = self.training, self._spec
         step = training.progress
-        if spec.begins_finite and not await training.aggregator.submit(lambda: spec.state.trains_finite):
+        if spec.begins_finite and not await training.aggregator.submit(training.aggregator.trains_finite):
             self._fail(ParametersNotFinite(step))
 
     def tick(self, now: float) -> None:
