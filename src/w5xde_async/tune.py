@@ -109,8 +109,8 @@ def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any
 
 
 def sizes(job: Job, workers: int) -> list[int]:
-    """Sizes to try, the largest first: those that give every worker one leaf of a step, two, four and eight, and the
-    job's own. Raises UsageError where a step has no leaf for each worker."""
+    """Sizes to try, the largest first: a whole step, those that give every worker one leaf of it, two, four and eight,
+    and the job's own. Raises UsageError where a step has no leaf for each worker."""
     each = job.batch_size // job.accumulate_grad_batches
     need(
         each >= workers,
@@ -118,7 +118,7 @@ def sizes(job: Job, workers: int) -> list[int]:
         "batch_size",
     )
     tried = {-(-each // (workers * leaves)) for leaves in _LEAVES}
-    return sorted({*tried, job.microbatch_samples}, reverse=True)
+    return sorted({each, *tried, job.microbatch_samples}, reverse=True)
 
 
 async def measured(
@@ -257,12 +257,16 @@ def report(job: Job, rows: Sequence[Row], plain: float | None, *, workers: int, 
     said += f"that lie in memory: {plain:,.0f}."
     lines += ["", said]
     if best.together > _CLEAR * present.together:
+        shared = "" if best.leaves >= workers else f"; no step is shared out to {workers} workers then"
         lines.append(
             f"microbatch_size={best.microbatch},  # {best.together / present.together:.2f} times as fast as "
-            f"{own} with {workers} workers here; batch norm and dropout see a microbatch"
+            f"{own} with {workers} workers here; batch norm and dropout see a microbatch{shared}"
         )
     else:
         lines.append(f"microbatch_size={own} is as good as any here.")
+    lone = max(rows, key=lambda row: row.alone)
+    if lone.microbatch != best.microbatch and lone.alone > _CLEAR * present.alone:
+        lines.append(f"One worker alone is {lone.alone / present.alone:.2f} times as fast with {lone.microbatch}.")
     if plain > _CLEAR * best.together:
         lines.append("On this machine alone the plain loop is faster; other machines add to the workers' rate.")
     return "\n".join(lines) + "\n"

@@ -543,6 +543,19 @@ def test_leaves_that_are_short_and_many_are_said_with_what_fewer_may_gain(
     assert ("w5xde tune" in text) == told
 
 
+@pytest.mark.parametrize(("workers", "a_step", "told"), [(1, 2, True), (1, 1, False), (2, 2, False)])
+@pytest.mark.parametrize("own", [False, True])
+def test_whoever_has_one_worker_hears_that_nobody_shares_its_leaves(
+    workers: int, a_step: int, own: bool, told: bool
+) -> None:
+    """The coordinator, which computes in its place, is none."""
+    shares = [replace(FINISHED.shares[0], name=f"w{n}", leaves=300 * a_step, compute_s=9.0) for n in range(workers)]
+    if own:
+        shares.append(replace(shares[0], name="coordinator", leaves=200 * a_step))
+    text = Shown()(START, replace(FINISHED, step=300 * workers + 200 * own, shares=tuple(shares)))
+    assert (f"{a_step} a step · one worker alone may be faster with one: w5xde tune" in text) == told, text
+
+
 def test_a_failed_run_shows_the_cause_then_the_users_own_lines() -> None:
     told = (
         "the update after step 3 raised ValueError: mine (train.py:25)\nTraceback (most recent call last):\n"

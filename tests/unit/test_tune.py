@@ -21,16 +21,16 @@ from w5xde_async.settings.programs import TuningSettings
 from w5xde_async.tune import Row, plain_loop, report, sizes
 
 
-def row(size: int, together: float) -> Row:
-    return Row(microbatch=size, leaves=64 // size, alone=1000.0, together=together, worker_bytes=200_000_000)
+def row(size: int, together: float, alone: float = 1000.0) -> Row:
+    return Row(microbatch=size, leaves=64 // size, alone=alone, together=together, worker_bytes=200_000_000)
 
 
-def test_each_worker_has_one_to_eight_leaves_and_the_jobs_own_size_is_among_them() -> None:
+def test_a_step_is_whole_or_each_worker_has_one_to_eight_leaves_and_the_jobs_own_size_is_among_them() -> None:
     job = replace(jobs.mlp_sgd(), batch_size=64, microbatch_size=None)
-    assert sizes(job, 2) == [32, 16, 8, 4]
-    assert sizes(job, 3) == [22, 11, 8, 6, 3]
-    assert sizes(replace(job, microbatch_size=5), 2) == [32, 16, 8, 5, 4]
-    assert sizes(replace(job, accumulate_grad_batches=4, microbatch_size=4), 4) == [4, 2, 1]
+    assert sizes(job, 2) == [64, 32, 16, 8, 4]
+    assert sizes(job, 3) == [64, 22, 11, 8, 6, 3]
+    assert sizes(replace(job, microbatch_size=5), 2) == [64, 32, 16, 8, 5, 4]
+    assert sizes(replace(job, accumulate_grad_batches=4, microbatch_size=4), 4) == [16, 4, 2, 1]
     with pytest.raises(UsageError, match="a batch of 64 samples has no leaf for each of 65 workers"):
         sizes(job, 65)
 
@@ -44,6 +44,18 @@ def test_the_fastest_is_named_with_what_it_gains() -> None:
     said = report(job, [row(32, 1010.0), row(8, 1000.0)], 9000.0, workers=2, threads=1)
     assert "microbatch_size=8 is as good as any here." in said
     assert "the plain loop is faster" in said
+
+
+def test_what_is_best_for_one_worker_is_named_too_and_what_nobody_shares() -> None:
+    job = replace(jobs.mlp_sgd(), batch_size=64, microbatch_size=None)
+    rows = [row(64, 1900.0, 1900.0), row(32, 2000.0, 1000.0), row(8, 2000.0, 1000.0)]
+    said = report(job, rows, 2000.0, workers=2, threads=1)
+    assert "microbatch_size=8 is as good as any here." in said
+    assert "One worker alone is 1.90 times as fast with 64." in said
+    said = report(job, [row(64, 3000.0, 3000.0), *rows[1:]], 2000.0, workers=2, threads=1)
+    assert "1.50 times as fast as 8 with 2 workers here" in said
+    assert "no step is shared out to 2 workers then" in said
+    assert "alone" not in said
 
 
 def test_a_plain_loop_leaves_the_job_and_torch_as_they_were() -> None:
@@ -70,7 +82,7 @@ def test_a_size_that_the_job_cannot_compute_is_left_out(
     settings, _ = read(TuningSettings, [f"{tmp_path / 'train.py'}:job"], prog="tune")
     assert asyncio.run(tune._prepare(settings, "")()) == 0
     told = capsys.readouterr()
-    assert [line.split()[0] for line in told.out.splitlines()[:2]] == ["microbatch_size", "2"]
+    assert [line.split()[0] for line in told.out.splitlines()[:3]] == ["microbatch_size", "4", "2"]
     assert "microbatch_size=1 cannot be computed: step 0, leaf 0: ValueError: Expected more than 1" in told.err
 
 
@@ -95,8 +107,8 @@ def test_one_that_is_stopped_shows_what_it_has_measured(
     settings, _ = read(TuningSettings, given, prog="tune")
     assert asyncio.run(tune._prepare(settings, "")()) == code
     told = capsys.readouterr()
-    assert [line.split()[0] for line in told.out.splitlines()[:2]] == ["microbatch_size", "2"]
-    assert "1 of 2 sizes measured; not measured: 1" in told.err
+    assert [line.split()[0] for line in told.out.splitlines()[:3]] == ["microbatch_size", "4", "2"]
+    assert "2 of 3 sizes measured; not measured: 1" in told.err
 
 
 _JOB = """
@@ -123,6 +135,6 @@ def test_the_command_measures_runs_and_leaves_nothing(tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
-    assert [line.split()[:2] for line in lines[1:3]] == [["2", "2"], ["1", "4"]]
+    assert [line.split()[:2] for line in lines[1:4]] == [["4", "1"], ["2", "2"], ["1", "4"]]
     assert "microbatch_size=" in ended.stdout
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["train.py"]

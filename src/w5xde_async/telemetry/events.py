@@ -266,6 +266,9 @@ class Warned(Event):
     text: str
 
 
+COORDINATOR = "coordinator"  #: whose share is what it has computed itself
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerShare:
     """What one worker did in the whole run. Seconds and bytes are as in ``WorkerReported``."""

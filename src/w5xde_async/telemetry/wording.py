@@ -16,7 +16,7 @@ from operator import add
 
 from w5xde_async.errors import users_frames
 from w5xde_async.telemetry import events
-from w5xde_async.telemetry.events import RunFinished, RunStarted, StepCommitted
+from w5xde_async.telemetry.events import COORDINATOR, RunFinished, RunStarted, StepCommitted
 
 Paint = Callable[[str, str], str]
 
@@ -316,15 +316,17 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint, whole: bool = 
 
 
 def _short_leaves(event: RunFinished, steps: int) -> tuple[str, str] | None:
-    """What to do where leaves are so short, and a step has so many, that their number may cost more than their work."""
+    """What to do where leaves are so short, and a step has so many, that their number may cost more than their work;
+    or where nobody shares it, and products of whole batches take less time than those of their parts."""
     computed_s, leaves = sum(share.compute_s for share in event.shares), sum(share.leaves for share in event.shares)
-    if not leaves or steps < 1 or computed_s / leaves > _SHORT_LEAF_S or leaves < _MANY_LEAVES * steps:
+    if not leaves or steps < 1:
         return None
-    most = leaves / steps / 2
-    return (
-        f"{brief(computed_s / leaves)} each, {leaves / steps:.0f} a step",
-        f"fewer may be up to {most:.1f} times as fast: w5xde tune measures it",
-    )
+    each = f"{brief(computed_s / leaves)} each, {leaves / steps:.0f} a step"
+    if computed_s / leaves <= _SHORT_LEAF_S and leaves >= _MANY_LEAVES * steps:
+        return each, f"fewer may be up to {leaves / steps / 2:.1f} times as fast: w5xde tune measures it"
+    if len(event.shares) - any(share.name == COORDINATOR for share in event.shares) == 1 and leaves > 1.5 * steps:
+        return each, "one worker alone may be faster with one: w5xde tune measures it"
+    return None
 
 
 def _shares(event: RunFinished, paint: Paint) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from w5xde_async.hub.members.session import Session
 from w5xde_async.plan.membership import Member
-from w5xde_async.telemetry.events import WorkerShare
+from w5xde_async.telemetry.events import COORDINATOR, WorkerShare
 
 _MAX_SHARES = 512
 
@@ -91,7 +91,7 @@ class Contributions:
         shares = list(self._shares.values())
         if self._own_leaves:
             shares.append(WorkerShare(
-                name="coordinator", device="cpu", leaves=self._own_leaves, samples=self._own_samples,
+                name=COORDINATOR, device="cpu", leaves=self._own_leaves, samples=self._own_samples,
                 compute_s=self._own_s, wait_s=0.0, bytes_sent=0, bytes_received=0,
             ))  # fmt: skip
         return tuple(sorted(shares, key=lambda share: (-share.leaves, share.name)))
