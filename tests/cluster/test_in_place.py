@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,7 +32,7 @@ from w5xde_async.job import Job
 from w5xde_async.params.flat import named_digest
 from w5xde_async.plan.pacing import Pacing, PacingConfig
 from w5xde_async.plan.sampler import StepPlan
-from w5xde_async.telemetry.events import Bus, Event, Warned, WorkerShare
+from w5xde_async.telemetry.events import Bus, Event, StepCommitted, Warned, WorkerShare
 from w5xde_async.worker.executors.executor import Computed, HeldLease, Send
 from w5xde_async.worker.executors.in_place import InPlaceExecutor
 from w5xde_async.worker.service import Departure, Worker
@@ -192,6 +193,37 @@ async def test_reading_takes_turns_with_steps_and_changes_no_bit(
     assert turns > 4
     assert own_share(whole) is not None
     assert whole.digest == named_digest(reference.train(made, STEPS)[0])
+
+
+class Slowly(Rows):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(0.0005)
+        return super().__getitem__(index)
+
+
+async def phases_here(made: Job, workers: int) -> list[dict[str, float]]:
+    """Of the steps in which the coordinator has computed."""
+    events: list[Event] = []
+    await trained(made, workers=workers, events=events)
+    steps = [event for event in events if isinstance(event, StepCommitted)]
+    for event in steps:
+        assert min(event.phases_s.values()) >= 0
+        assert sum(event.phases_s.values()) <= event.seconds + 0.05
+    return [dict(event.phases_s) for event in steps if "compute" in event.phases_s]
+
+
+async def test_what_a_step_waits_for_is_told_where_it_is_computed_here() -> None:
+    """Data, which is read at half a millisecond a sample, and computing: neither is waiting for results."""
+    here = await phases_here(replace(jobs.mlp_sgd(), dataset=Slowly(), max_steps=STEPS, epochs=None), workers=1)
+    assert len(here) > STEPS / 3
+    assert all(phases["compute"] > 0 for phases in here)
+    assert sum(phases["data"] for phases in here) > sum(phases["wait"] for phases in here)
+
+
+async def test_what_is_computed_beside_others_is_told_too(steps_are_shared_out: None) -> None:
+    here = await phases_here(short(jobs.mlp_sgd), workers=2)
+    assert len(here) > STEPS / 6
+    assert all(phases["compute"] > 0 for phases in here)
 
 
 async def test_with_two_workers_that_take_turns() -> None:

@@ -146,9 +146,10 @@ class StepCommitted(Event):
     """One step is applied. ``step`` counts commits from 1; ``seconds`` is the time since the commit before.
 
     ``phases_s`` holds seconds by name: wait (for results), reduce, apply, publish, journal (waiting for the disk and
-    copying). Bytes are this step's. ``samples`` and ``leaves`` are those of every step in it; ``skipped`` of its steps
-    had no update, and use up their samples all the same. ``staleness`` is how old its results were on average, in
-    versions; None under ``sync``, and where no result was judged since the commit before.
+    copying), and where the coordinator computes itself data (waiting for it) and compute. Bytes are this step's.
+    ``samples`` and ``leaves`` are those of every step in it; ``skipped`` of its steps had no update, and use up their
+    samples all the same. ``staleness`` is how old its results were on average, in versions; None under ``sync``, and
+    where no result was judged since the commit before.
     """
 
     step: int

@@ -124,6 +124,7 @@ class SyncTraining:
             catch_up = CatchUp(deltas, self.aggregator, self.roster.sessions, self.lifecycle.fail)
         self._recomputation, self._in_place = recomputation, in_place
         self._sent_out = first_step  # which step workers compute although such steps are computed here
+        self._data_s = self._compute_s = 0.0  # of the step under way: it waited for data, it was computed here
         self._turn_steps, self._turn_began = 0, 0.0  # of steps that are computed here in one turn of the event loop
         self._stood_for: Session | None = None  # whose leases the coordinator computes, beside other workers
         self._finished = False  # no further step is committed
@@ -173,8 +174,10 @@ class SyncTraining:
             self.context.loader.take_turns(self.total_steps if here is not None and here.takes_turns else 0)
             if here is not None and not here.has_data(self._plan_under_way):
                 if self.lifecycle.failure is None and not self.lifecycle.stopping:
+                    began = self.context.clock()
                     self.lifecycle.wake.clear()
                     await self.lifecycle.wake.wait()
+                    self._data_s += self.context.clock() - began
                 continue
             if here is not None and self._compute_here(here):
                 self._turn_steps += 1
@@ -322,9 +325,11 @@ class SyncTraining:
         """Compute the current step here. False where that has failed."""
         began = self.context.clock()
         computed = in_place.compute(self._plan_under_way)
+        seconds = self.context.clock() - began
+        self._compute_s += seconds
         if computed is None:
             return False
-        self.results.count_whole(computed, self.context.clock() - began)
+        self.results.count_whole(computed, seconds)
         in_place.lend(computed)
         return True
 
@@ -354,6 +359,7 @@ class SyncTraining:
         assert in_place is not None
         began, block = clock(), grant.block
         computed = in_place.compute_part(self._plan_under_way, block)
+        self._compute_s += clock() - began
         buckets = None if computed is None else self.results.cleared(block, computed.absent)
         if computed is None or buckets is None:  # workers compute it, or a backup's result of it is on its way
             self.ledger.give_back(grant.lease)
@@ -432,6 +438,10 @@ class SyncTraining:
         step, applied, pieces, phases_s = await self.aggregator.commit()
         if self._in_place is not None:
             self._in_place.committed()
+        if self._compute_s:  # which was no waiting for results
+            phases_s["wait"] = max(0.0, phases_s["wait"] - self._data_s - self._compute_s)
+            phases_s |= {"data": self._data_s, "compute": self._compute_s}
+        self._data_s = self._compute_s = 0.0
         if self.journal is not None:
             phases_s["journal"] = waited + step.copy_s
         began = self.context.clock()
