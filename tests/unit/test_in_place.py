@@ -367,24 +367,6 @@ def test_workers_have_them_again_where_that_is_faster_and_later_it_may_not_be(mo
         by_workers(times * in_place._SETTLED)
 
 
-def test_what_takes_much_longer_is_left_to_workers_sooner() -> None:
-    """Not after one slow moment, and not after as many steps as are compared otherwise."""
-    rig, worker = Rig(), session()
-    rig.prove(worker)  # by a second each
-    for _ in range(3):
-        rig.here(60.0)
-    for _ in range(in_place._SETTLED - 3):
-        rig.here(0.9)
-    assert rig.stands_in
-    for _ in range(in_place._FIRST):
-        assert rig.stands_in
-        rig.here(2.1)
-    assert not rig.stands_in
-    for _ in range(in_place._SETTLED):
-        assert not rig.by_worker(worker)
-    assert rig.by_worker(worker)  # compared anew
-
-
 def test_a_few_slow_steps_change_nothing() -> None:
     rig = Rig()
     rig.prove(session())

@@ -50,7 +50,6 @@ _PROOFS = 4
 _MOST_KINDS = 16  # of workers that are compared
 _MOST_BYTES = 8 << 20  # of a result, and of the model, which is copied on the loop
 _SLOWER = 1.1  # than steps by way of workers: medians of different moments differ by as much, for nothing
-_FIRST, _MUCH = 8, 2.0  # steps here after which it is plain, where they take so many times as long
 _MOST_PATIENCE = 4096  # steps by way of workers, before it is tried again
 _BESIDE_S = 0.0005  # what a whole step takes here beside its leaves
 _WEIGHED, _MOST_WEIGHED = 16, 256  # times that steps are compared, before what was slower is tried again
@@ -228,7 +227,7 @@ class InPlace:
             self._passed_over -= 1
         elif self._computed:
             self._count(seconds, here=True)
-            if len(self._here) >= self._settling or self._is_much_slower:
+            if len(self._here) >= self._settling:
                 step_s, leaf_s = statistics.median(self._here), statistics.median(self._leaf_s)
                 short = leaves * leaf_s + _BESIDE_S < whole_step_s
                 if self.whole and self._loader.can_take_turns and self._turns.took(step_s):
@@ -252,12 +251,6 @@ class InPlace:
     def _settling(self) -> int:
         """Steps that are compared with as many others."""
         return _VARIED if self._loader.can_take_turns else _SETTLED
-
-    @property
-    def _is_much_slower(self) -> bool:
-        """Whether the first steps here leave no doubt: nobody waits for the others to be as slow."""
-        here, there = self._here, self._there
-        return len(here) >= _FIRST and bool(there) and statistics.median(here) > _MUCH * statistics.median(there)
 
     def _count(self, seconds: float, *, here: bool) -> None:
         """A step took so long. Where one step waits for the data of several, it counts by the mean of its group; the
