@@ -18,8 +18,9 @@ from msgspec import structs
 from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from w5xde_async.coordinator.parameters import aggregator
 from w5xde_async.coordinator.run import run
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.coordinator.sync import in_place, training
@@ -224,6 +225,23 @@ async def test_what_is_computed_beside_others_is_told_too(steps_are_shared_out: 
     here = await phases_here(short(jobs.mlp_sgd), workers=2)
     assert len(here) > STEPS / 6
     assert all(phases["compute"] > 0 for phases in here)
+
+
+@pytest.mark.parametrize(("pacing", "released"), [(SHORT, True), (PacingConfig(), False)])
+async def test_the_thread_of_updates_keeps_no_helpers_where_leaves_are_computed_too(
+    pacing: PacingConfig, released: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose update is too long for the event loop, and whose leaves are not."""
+    calls: list[str] = []
+    monkeypatch.setattr(aggregator, "release_helpers", lambda: calls.append(threading.current_thread().name))
+    x = torch.rand(64, 1100, generator=torch.Generator().manual_seed(0))
+    made = Job(
+        model=lambda: nn.Linear(1100, 1000), dataset=TensorDataset(x, x[:, :1000]), loss=nn.functional.mse_loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), batch_size=32, max_steps=4,
+    )  # fmt: skip
+    await trained(made, pacing=pacing)
+    assert len(calls) == 4 * released
+    assert all(name.startswith("w5xde-aggregate") for name in calls)
 
 
 async def test_with_two_workers_that_take_turns() -> None:

@@ -21,6 +21,7 @@ from w5xde_async.coordinator.parameters.publisher import Piece, Publisher
 from w5xde_async.coordinator.parameters.step_reports import known_mean
 from w5xde_async.coordinator.training import RunContext
 from w5xde_async.hub.work.block_store import Addition, BlockStore
+from w5xde_async.openmp import release_helpers
 from w5xde_async.params.flat import ResultVector, l2_norm
 from w5xde_async.params.reducer import Halves, VectorPool
 from w5xde_async.plan.sampler import StepPlan
@@ -92,15 +93,17 @@ class Aggregator(ParameterOwner):
 
     def __init__(
         self, context: RunContext, rule: SyncRule, store: BlockStore, publisher: Publisher, *,
-        keep: VectorPool | None = None,
+        keep: VectorPool | None = None, beside: bool = False,
     ) -> None:  # fmt: skip
-        """``keep``: where copies of each step's sum come from, if wanted."""
+        """``keep``: where copies of each step's sum come from, if wanted. ``beside``: leaves are computed in this
+        process too, and the thread that makes updates is to keep no helpers from one to the next."""
         super().__init__(context)
         self.rule, self._store, self._publisher = rule, store, publisher
         self.step: StepState | None = None
         self._keep = keep
         groups = self.layout.groups
         self._is_gradient = [groups[bucket.group].role == "grad" for bucket in self.layout.result_buckets]
+        self._beside = beside
         self._update_s = math.inf  # what the last update took
         # Small updates are made with as many threads here and there: an optimizer that multiplies matrices has other
         # last bits with another count.
@@ -195,6 +198,12 @@ class Aggregator(ParameterOwner):
             finally:
                 torch.set_num_threads(threads)
 
+        def apply_beside() -> tuple[Applied, list[Piece]]:
+            try:
+                return apply()
+            finally:
+                release_helpers()  # a tenth of a millisecond; leaves would take three times as long
+
         try:
             made: tuple[Applied, list[Piece]] | None = None
             if self._small and self._update_s < _INLINE_UPDATE_S and self._idle:
@@ -202,7 +211,8 @@ class Aggregator(ParameterOwner):
                 with Claim() if self.rule.may_draw else nullcontext(True) as mine:
                     made = apply() if mine else None
             if made is None:
-                made = await self.submit(apply_small if self._small else apply)
+                away = apply_beside if self._beside else apply
+                made = await self.submit(apply_small if self._small else away)
             applied, pieces = made
         except Exception as error:
             self.torn = not isinstance(error, SchedulerFailed)

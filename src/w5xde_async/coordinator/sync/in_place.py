@@ -181,6 +181,11 @@ class InPlace:
             self._batch = self._loader.batch(plan.step, Block(0, plan.num_leaves))
 
     @property
+    def possible(self) -> bool:
+        """Whether anything may be computed here, as far as is known."""
+        return not self._over
+
+    @property
     def shares(self) -> bool:
         """Whether steps that are short, but not very (``whole_step_s`` of ``took``), are shared out."""
         return self._sharing.way

@@ -119,7 +119,8 @@ class SyncTraining:
             deltas = DeltaPublisher(layout, state, down, version=first_step, wake=lambda: catch_up.begin())
         self.publisher: Publisher = deltas or LivePublisher(layout, state, rule, first_step)
         keep = None if journal is None else journal.pool
-        self.aggregator = Aggregator(context, rule, self.store, self.publisher, keep=keep)
+        beside = in_place is not None and in_place.possible
+        self.aggregator = Aggregator(context, rule, self.store, self.publisher, keep=keep, beside=beside)
         if deltas is not None:
             catch_up = CatchUp(deltas, self.aggregator, self.roster.sessions, self.lifecycle.fail)
         self._recomputation, self._in_place = recomputation, in_place
