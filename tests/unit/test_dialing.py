@@ -309,7 +309,7 @@ def test_of_several_addresses_the_first_that_answers_counts(run: Any) -> None:
 @pytest.mark.parametrize("answer", ["not TLS", "another certificate", "TLS"])
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_who_answers_for_a_coordinator_that_is_away_does_not_send_a_worker_of_its_away(
-    run: Any, monkeypatch: pytest.MonkeyPatch, answer: str, comes_back: bool
+    run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answer: str, comes_back: bool
 ) -> None:
     """A proxy, a captive portal, somebody in between: it was let in with these settings, so they are right. Where they
     are not any more, it says in the end what a new worker says at once."""
@@ -350,8 +350,11 @@ def test_who_answers_for_a_coordinator_that_is_away_does_not_send_a_worker_of_it
             with pytest.raises(Refused):
                 await dialer.join()
 
-    world = run(main)
+    with caplog.at_level(logging.WARNING):
+        world = run(main)
     assert world.tried[-1][1] >= (60.0 if comes_back else 90.0)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == dialing.__name__]
+    assert "no coordinator yet" in said  # once, at once
 
 
 def test_a_worker_without_a_sandbox_follows_no_join_file_to_another_machine(run: Any, tmp_path: Path) -> None:

@@ -203,10 +203,12 @@ class Dialer:
                 return await attempt_once(max(limit - (clock() - began), 0.5))
             except (LinkLost, _NotNow, _Foreign, RemoteError) as error:
                 self._reason = error.reason if isinstance(error, LinkLost) else str(error)
-                left_s = limit - (clock() - began)
+                left_s, foreign = limit - (clock() - began), isinstance(error, _Foreign)
                 if left_s <= 0:
                     raise (error.refused if isinstance(error, _Foreign) else self.unreachable(limit)) from error
-            at_once = self._lacks_tls and not warned  # nothing but the person at this end will change that
+            at_once = (
+                self._lacks_tls or foreign
+            ) and not warned  # perhaps only the person here changes that
             if at_once or clock() - said >= _SAID_EVERY_S:
                 said, warned = clock(), warned or at_once
                 level = logging.WARNING if at_once else logging.INFO
