@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import platform
 import signal
@@ -26,6 +27,7 @@ from w5xde_async.process import (
     _Early,
     _Ending,
     _ignore_stops,
+    keeping_objects,
     launch,
     signals,
     use_batch_scheduling,
@@ -136,6 +138,27 @@ def test_while_python_ends_its_default_does_not_come_back() -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("chosen", [None, (100, 5, 5)])
+def test_what_a_program_has_loaded_is_not_looked_through_again(chosen: tuple[int, int, int] | None) -> None:
+    """``chosen``: what the job's own code wants while it is loaded, which stays."""
+    before, full = gc.get_threshold(), []
+    phases = lambda phase, about: full.append(about["generation"]) if phase == "start" else None  # noqa: E731
+    gc.callbacks.append(phases)
+    try:
+        with keeping_objects():
+            kept = [[number] for number in range(200_000)]
+            if chosen:
+                gc.set_threshold(*chosen)
+        assert 2 not in full
+        assert 0 in full  # what is new is looked at
+        assert gc.get_threshold() == (chosen or before)
+        assert not any(one is kept for one in gc.get_objects())
+    finally:
+        gc.callbacks.remove(phases)
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def test_a_program_may_open_what_the_system_lets_it() -> None:

@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any
 from w5xde_async.compute.machine import usable_cores
 from w5xde_async.errors import ExitCode, W5xdeError
 from w5xde_async.openmp import keep_to, spin_briefly
-from w5xde_async.process import attach, exit_code_of, launch, listening, memory_reports, signals, stop_came_early
+from w5xde_async.process import (
+    attach,
+    exit_code_of,
+    keeping_objects,
+    launch,
+    listening,
+    memory_reports,
+    signals,
+    stop_came_early,
+)
 
 if TYPE_CHECKING:
     from w5xde_async.coordinator.service import Coordinator
@@ -100,7 +109,8 @@ def _prepare(
         async with AsyncExitStack() as stack:
             stack.push_async_callback(workers.aclose)
             await workers.prestart()  # they import what they need while we do
-            job = _loaded(settings, reference)
+            with keeping_objects():
+                job = _loaded(settings, reference)
             workers.job_is_loaded()
             return await trained(job)
 
@@ -131,7 +141,8 @@ def _prepare(
             stack.callback(progress.close)
             stack.enter_context(signals(stop, abandon=abandon))
             stack.enter_context(memory_reports(settings.profile_memory, "coordinator"))
-            await coordinator.start()
+            with keeping_objects():
+                await coordinator.start()
             if useless := settings.without_effect():
                 bus.publish(Warned(text=useless))
             stack.push_async_callback(coordinator.aclose)

@@ -24,7 +24,16 @@ from w5xde_async.cluster.worker_processes import PRESTARTED, TELLS_ID, telling
 from w5xde_async.compute.machine import usable_cores
 from w5xde_async.errors import DeviceLost, ExitCode, RefusalCode, Refused, Unreachable, UsageError, W5xdeError
 from w5xde_async.openmp import keep_to, spin_briefly
-from w5xde_async.process import CTRL_C, attach, exit_code_of, launch, memory_reports, signals, use_batch_scheduling
+from w5xde_async.process import (
+    CTRL_C,
+    attach,
+    exit_code_of,
+    keeping_objects,
+    launch,
+    memory_reports,
+    signals,
+    use_batch_scheduling,
+)
 
 if TYPE_CHECKING:
     from w5xde_async.job import Job
@@ -61,12 +70,13 @@ def _prestarted(given: Sequence[str]) -> list[str]:
     Its first line on standard input says that it has loaded the job: what that fetches once, it has. The second says
     where it is. The whole command line comes of it; secrets go into the environment, which nobody else reads.
     """
-    import w5xde_async.settings
-    import w5xde_async.worker.service  # noqa: F401
+    with keeping_objects():
+        import w5xde_async.settings
+        import w5xde_async.worker.service  # noqa: F401
 
-    _line()
-    with suppress(Exception):  # whatever it is, it comes again where it can be told
-        _load_early(given)
+        _line()
+        with suppress(Exception):  # whatever it is, it comes again where it can be told
+            _load_early(given)
     told = json.loads(_line())
     os.environ.update(told["environment"])
     return [*given, *told["arguments"]]

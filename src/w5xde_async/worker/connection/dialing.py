@@ -206,9 +206,7 @@ class Dialer:
                 left_s, foreign = limit - (clock() - began), isinstance(error, _Foreign)
                 if left_s <= 0:
                     raise (error.refused if isinstance(error, _Foreign) else self.unreachable(limit)) from error
-            at_once = (
-                self._lacks_tls or foreign
-            ) and not warned  # perhaps only the person here changes that
+            at_once = (self._lacks_tls or foreign) and not warned  # perhaps only the person here changes that
             if at_once or clock() - said >= _SAID_EVERY_S:
                 said, warned = clock(), warned or at_once
                 level = logging.WARNING if at_once else logging.INFO
