@@ -68,7 +68,7 @@ _FEW_FILES = (
 
 CTRL_C = "Ctrl-C"
 _DEAF_S, _ECHO_S = 1.0, 0.25
-_NEVER = 1 << 30  # collections of younger objects before a full one
+_NEVER = 1 << 30  # collections of young objects before a full one
 _STOPS = ("SIGINT", "SIGTERM", "SIGBREAK")  # the last on Windows: Ctrl-Break, and a console that is closed
 
 
@@ -210,7 +210,7 @@ def exit_code_of(reason: str, exit_on_drain: int) -> int:
 
 @contextmanager
 def keeping_objects() -> Iterator[None]:
-    """What is there at the end is never looked through for garbage again, and meanwhile only what is new.
+    """Take all objects that exist at the end out of garbage collection, and meanwhile collect young ones alone.
 
     A program imports and builds half a million objects that stay. To go through all of them stops everything for a
     tenth of a second and more, five times while they come and now and then ever after: 0.65 s of a run of 8 s. For

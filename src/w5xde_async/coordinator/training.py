@@ -305,7 +305,7 @@ class Phase:
         self.leaves_wasted += leaves
 
     def lose(self, leaves: int) -> None:
-        """Who had computed them has gone, and with it what came of them."""
+        """These were computed, and their worker has gone with what came of them."""
         self.leaves_wasted += leaves
 
     def committed(self, loss: float) -> None:

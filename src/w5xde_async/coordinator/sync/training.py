@@ -439,7 +439,7 @@ class SyncTraining:
         step, applied, pieces, phases_s = await self.aggregator.commit()
         if self._in_place is not None:
             self._in_place.committed()
-        if self._compute_s:  # which was no waiting for results
+        if self._compute_s:  # neither this nor waiting for data is waiting for results
             phases_s["wait"] = max(0.0, phases_s["wait"] - self._data_s - self._compute_s)
             phases_s |= {"data": self._data_s, "compute": self._compute_s}
         self._data_s = self._compute_s = 0.0

@@ -58,8 +58,8 @@ class _NotNow(W5xdeError):
 
 
 class _Foreign(W5xdeError):
-    """Whoever answered is not the coordinator that this worker has served already. Field: ``refused``, what a worker
-    that has served none ends with."""
+    """Whoever answered is not the coordinator that this worker has served already. Field: ``refused``, the error that
+    a worker ends with at once if it has served none."""
 
     def __init__(self, refused: Refused) -> None:
         self.refused = refused
