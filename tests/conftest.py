@@ -228,6 +228,12 @@ def no_accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
+@pytest.fixture(autouse=True)
+def garbage_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of programs are called in this process, which goes on: what a test has left is collected."""
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+
+
 @pytest.fixture
 def as_a_program() -> Iterator[None]:
     """The test runs a program's own function, after which its process would end: until then that has its handlers."""

@@ -35,6 +35,8 @@ from w5xde_async.process import (
 from w5xde_async.settings import WorkerSettings
 from w5xde_async.telemetry.dashboard.connections import at_most
 
+FREEZE = gc.freeze
+
 
 class Ended(BaseException):
     pass
@@ -141,8 +143,11 @@ def test_while_python_ends_its_default_does_not_come_back() -> None:
 
 
 @pytest.mark.parametrize("chosen", [None, (100, 5, 5)])
-def test_what_a_program_has_loaded_is_not_looked_through_again(chosen: tuple[int, int, int] | None) -> None:
+def test_what_a_program_has_loaded_is_not_looked_through_again(
+    chosen: tuple[int, int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``chosen``: what the job's own code wants while it is loaded, which stays."""
+    monkeypatch.setattr(gc, "freeze", FREEZE)
     before, full = gc.get_threshold(), []
     phases = lambda phase, about: full.append(about["generation"]) if phase == "start" else None  # noqa: E731
     gc.callbacks.append(phases)
