@@ -45,7 +45,7 @@ TAIL = """\
 | variable | read by | meaning |
 |---|---|---|
 | `W5XDE_TOKEN` | all programs | the shared secret itself; no flag takes it, since other users can list arguments |
-| `W5XDE_DASHBOARD_LINK` | status | the dashboard's link as it was printed, with its token |
+| `W5XDE_DASHBOARD_LINK` | status | the dashboard's link as it was printed, with its token and its certificate's hash |
 | `OMP_NUM_THREADS` | coordinator, torch | threads of each local worker, where `--worker-threads` is not given |
 | `CUDA_VISIBLE_DEVICES` | torch | which GPUs a worker may see |
 | `NO_COLOR` | all programs | any value: no colours |

@@ -29,7 +29,7 @@ from w5xde_async.net.endpoint import valid_host
 from w5xde_async.telemetry import wording
 from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
 
-_LINK = "W5XDE_DASHBOARD_LINK"  # the link as it was printed, with its token
+_LINK = "W5XDE_DASHBOARD_LINK"  # the link as it was printed, with its token and its certificate's hash
 _DEFAULT_PORT = 5556
 _TIMEOUT_S = 5.0
 _ANSWERED_S = 15.0  # whatever keeps coming, all that is shown once has come by then
@@ -117,7 +117,28 @@ def _of_server(server: str) -> DashboardLink:
         raise UsageError(
             f"--server: others can read the token in the list of processes; give --run-dir, or set {_LINK}"
         )
-    return DashboardLink(_url(server))
+    told, url = _told(), _url(server)
+    scheme, _, address = url.partition("://")
+    if told is None or scheme not in ("http", "https"):
+        return DashboardLink(url)
+    # The way to it is another one from here (a tunnel's end): the rest is as it was told.
+    parts = urlsplit(told.url)
+    query = f"/?{parts.query}" if parts.query else ""
+    return told._replace(url=f"{parts.scheme}://{address.rstrip('/')}{query}")
+
+
+def _told() -> DashboardLink | None:
+    """What the environment says; None where that is nothing."""
+    told = os.environ.get(_LINK)
+    if not told:
+        return None
+    try:
+        link = DashboardLink.parse(told)
+        if urlsplit(link.url).scheme in ("http", "https"):
+            return link
+    except ValueError:
+        pass
+    raise UsageError(f"{_LINK} is no link of a dashboard: copy all of what the coordinator prints, from http on")
 
 
 def _url(server: str) -> str:
@@ -128,8 +149,8 @@ def _url(server: str) -> str:
 
 
 def _of_run(run_dir: Path | None) -> _Dashboard:
-    if run_dir is None and (told := os.environ.get(_LINK)):
-        return _Dashboard(DashboardLink(_url(told)))
+    if run_dir is None and (told := _told()) is not None:
+        return _Dashboard(told)
     if run_dir is None:
         found = sorted(Path("runs").glob(f"*/{LINK_FILE}"), key=lambda path: path.stat().st_mtime)
         if not found:
@@ -220,11 +241,14 @@ class _Dashboard:
                 yield connection
         except ssl.SSLCertVerificationError as error:
             text = (
-                f"its certificate cannot be verified ({error.verify_message}); give --run-dir, where its hash is kept"
+                f"its certificate cannot be verified ({error.verify_message}); its hash is in the link that the "
+                f"coordinator prints (set {_LINK}), and in its run directory (--run-dir)"
             )
             raise _Denied(text) from None
         except http.client.RemoteDisconnected:
             reason = "it hung up without an answer; perhaps that is the workers' port"
+            if not self._secure:
+                reason = f"{reason}, or it speaks TLS: then set {_LINK} to the link that the coordinator prints"
             raise Unreachable(f"{self._host}:{self._port}", reason, _TIMEOUT_S) from None
         except (http.client.BadStatusLine, http.client.UnknownProtocol, _NoDashboard):  # what it said: for no eyes
             raise UsageError(
@@ -249,7 +273,7 @@ class _Dashboard:
             seen = secure.sock.getpeercert(binary_form=True) or b""
             if not hmac.compare_digest(hashlib.sha256(seen).digest(), self._certificate):
                 secure.close()
-                raise _Denied("the dashboard's certificate is not the one that the run directory names")
+                raise _Denied("the dashboard's certificate is not the one that its link names")
         return secure
 
     def _get(self, connection: http.client.HTTPConnection, path: str) -> http.client.HTTPResponse:

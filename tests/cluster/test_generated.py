@@ -44,7 +44,18 @@ FOUND = {
         leaf_s=0.001,
         seed=335,
     ),
-}
+    "a result that came after the last step was looked up in a step that is not open": Scenario(
+        microbatch=1, accumulate=3, kept=True, workers=2, min_workers=2, seed=224
+    ),
+    "a step of 8 leaves had the time of the one leaf that an epoch ends with": Scenario(
+        samples=129, batch=128, microbatch=16, epochs=2, rule="local", inner_steps=5, workers=3, ahead=3, leaf_s=0.5,
+        seed=68,
+    ),
+    "one of 13 leaves, where a lease is computed at a time": Scenario(
+        samples=14, batch=13, microbatch=1, shuffle=False, rule="async-local", workers=3, min_workers=3, ahead=1,
+        leaf_s=0.5, seed=17,
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +129,18 @@ def test_copies_that_go_bad_and_workers_that_are_killed(rule: str) -> None:
     )  # fmt: skip
     fine(report)
     assert not report.refused
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_nobody_is_sent_away_for_a_slow_line(rule: str, seed: int) -> None:
+    """The parameters take ten seconds each way, a step a fifth of one, and the kernel takes all that is sent at once;
+    with seed 3 something between takes it, so that nobody knows what has come."""
+    report = run(
+        Scenario(rule=rule, samples=800, batch=40, microbatch=20, workers=2, min_workers=2, inner_steps=4, line_s=10.0,
+                 seed=seed)
+    )  # fmt: skip
+    fine(report)
 
 
 @pytest.mark.parametrize("found", FOUND)

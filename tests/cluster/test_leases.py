@@ -3,6 +3,9 @@ what the test says, frame by frame, on a clock that only the test moves."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 from tests.support.scripted import LEAVES, WAYS, Run, Scripted, ready, scripted, settle
 
@@ -10,7 +13,7 @@ from w5xde_async.errors import LinkLost
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.telemetry.events import Waiting, Warned, WorkerLeft
 from w5xde_async.wire.frame import encode
-from w5xde_async.wire.messages import Bye, Done, Drain, Failed, Lease, Params, Verdict, VerdictCode
+from w5xde_async.wire.messages import Bye, ByeCode, Done, Drain, Failed, Lease, Params, Verdict, VerdictCode
 
 BUCKETS = 4
 
@@ -252,6 +255,48 @@ async def test_one_that_never_answers_for_an_overdue_lease_is_cut_off():
         assert len(run.training.roster.sessions) == 2
         await run.pass_time(15.0)
         assert len(run.training.roster.sessions) == 1
+
+
+async def test_one_that_is_to_begin_anew_is_told_why():
+    """Else it would look for somebody between who has cut it off."""
+    async with scripted(silence_s=1e6) as run:
+        worker = await run.worker("one")
+        worker.session.dismiss("its lease's deadline passed")
+        await settle()
+        assert worker.all(Bye) == [Bye(ByeCode.STOPPING, "its lease's deadline passed")]
+        assert [event.reason for event in run.events if isinstance(event, WorkerLeft)] == ["its lease's deadline passed"]
+        assert not run.training.roster.sessions
+
+
+async def test_one_in_the_middle_of_a_frame_is_ended_without_a_word():
+    async with scripted(silence_s=1e6) as run:
+        worker = await run.worker("one", limit_bytes=1000)
+        worker.session.outbox.post([bytes(5000)])  # no frame: it is to be seen that nothing comes behind it
+        await settle(3)
+        worker.session.dismiss("its lease's deadline passed")
+        await settle()
+        assert not worker.said_goodbye()
+        assert not run.training.roster.sessions
+
+
+async def test_a_lease_has_come_when_all_that_left_before_is_acknowledged():
+    """However much is sent after it: a line that is never empty would keep its time from beginning for ever."""
+    async with scripted(silence_s=1e6) as run:
+        session = (await run.worker("one")).session
+        link, line = session.link, SimpleNamespace(acked_bytes=40, sent_through=100)
+        session.link = cast(Any, line)
+        assert not session.has_taken(7)
+        line.acked_bytes, line.sent_through = 99, 500
+        assert not session.has_taken(7)
+        line.acked_bytes = 100
+        assert session.has_taken(7)
+        assert session.has_taken(7)
+        assert not session.has_taken(8)
+        line.acked_bytes = 500
+        assert session.has_taken(8)
+        line.acked_bytes = line.sent_through = None  # nobody says
+        assert session.has_taken(9)
+        session.link = link
 
 
 def told(run: Run, word: str) -> list[str]:

@@ -481,6 +481,23 @@ async def test_what_the_other_machine_has_acknowledged_is_known_over_tcp(pair: P
     await until(lambda: (pair.near.acked_bytes or 0) >= before + 1000)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+async def test_it_is_known_until_when_all_that_was_sent_is_acknowledged(pair: Pair):
+    """Also where the system has taken it long before."""
+    before = pair.near.sent_through
+    if before is None:
+        assert pair.near.acked_bytes is None  # no TCP: memory, a Unix socket
+        return
+    for _ in range(3):
+        await pair.near.send(frame(b"x" * 10_000))
+        through = pair.near.sent_through
+        assert through is not None
+        assert through >= before + 10_000
+        await until(lambda through=through: (pair.near.acked_bytes or 0) >= through)
+        before = through
+    assert pair.near.sent_through == pair.near.acked_bytes
+
+
 @pytest.mark.parametrize("nbytes", [40_000, 3 << 20])
 async def test_what_is_diverted_is_written_where_it_began_no_more(pair: Pair, nbytes: int):
     header, payload = frame(pattern(nbytes))

@@ -72,6 +72,11 @@ class Report:
         return tuple(sorted({f"{v.kind}: {_first_words(v.text)}" for v in self.violations}))
 
 
+def _may_overflow(scenario: Scenario) -> bool:
+    """Whether an update may overflow: parameters of float16."""
+    return scenario.parameters == "float16"
+
+
 def _first_words(text: str) -> str:
     words = "".join("0" if c.isdigit() else c for c in text.split("\n")[0]).split()
     return " ".join(words[:9])
@@ -96,6 +101,13 @@ class _Run(Cluster):
         self.scenario = scenario
         self.network.limit_bytes = max(self.network.limit_bytes, scenario.batch * scenario.columns // 8, 1 << 16)
         self.network.bytes_per_s = 1e8
+        if scenario.line_s:
+            vector_bytes = sum(tensor.nbytes for tensor in Model(scenario).state_dict().values())
+            greeting_bytes = 4096 + 64 * scenario.tensors
+            most = max(vector_bytes, scenario.batch * scenario.columns * 8, greeting_bytes * scenario.line_s)
+            self.network.line_bytes_per_s = most / scenario.line_s
+            self.network.limit_bytes = 4 << 20
+            self.network.says_what_came = scenario.seed % 4 != 3  # else something sits between, and takes all at once
         self.loop.blocking_s = self.random.choice([0.02, 0.02, 0.5])
         self.network.jitter_s = min(self.network.jitter_s, 0.02)
         self.seed, self.mode, self.focus = scenario.seed, "liveness", ()  # of a storm
@@ -162,9 +174,11 @@ class _Run(Cluster):
         if host.machine == "c":
             bus.subscribe(lambda event: self.on_event(host, event))
             self.model = None
+        # One that hangs for good does not come to the next start, which is not to wait for it.
+        config = replace(self.config, min_workers=1) if self.told_start else self.config
         return Coordinator(
             self.job, run_dir=self.disk.root / "run" if self.scenario.kept else None, name="generated",
-            config=self.config, bus=bus, record=False, runtime=runtime,
+            config=config, bus=bus, record=False, runtime=runtime,
         )  # fmt: skip
 
     def make_worker(self, host: Host, runtime: Runtime, rank: Rank | None = None) -> Worker:
@@ -197,6 +211,9 @@ class _Run(Cluster):
         if isinstance(outcome, LeafFailed | RunFailed) and max(deaths, self.faults["leaf failed"]) >= _MOST_DEATHS:
             self.given_up = True  # so many died on one leaf, or so often it failed: the run ends, as it says
             return
+        if "made parameters infinite" in str(outcome) and _may_overflow(self.scenario):
+            self.given_up = True  # as a plain loop's would be: the run says so, and ends
+            return
         if host.machine == "c":
             if outcome == "stopped":
                 self.stopped_at = (host.result.step, host.result.digest)
@@ -228,6 +245,8 @@ class _Run(Cluster):
         elif isinstance(event, Warned):
             self.warnings.append(event.text)
             self.left_out |= "is left out" in event.text
+        elif isinstance(event, WorkerLeft) and self._quiet() and not (event.clean or self.finished):
+            self.violate("dismissed", f"nothing went wrong, and a worker was sent away: {event.reason}")
         elif isinstance(event, WorkerLeft) and "broke the protocol" in event.reason and not self.hostile:
             if not any(host.lied for host in self.hosts):  # whose absurd numbers are refused
                 self.violate("protocol", f"{event.reason}")
@@ -310,9 +329,13 @@ class _Run(Cluster):
         if scenario.storm:
             last += 300.0
         silent = sum(fault.kind in _SILENT for fault in scenario.faults)
-        if silent >= scenario.workers or (silent and scenario.rule != "sync" and scenario.total_steps <= silent):
-            last += 600.0  # where nobody's times are known, a first lease may take so long
-        return last + 120.0 + 60.0 * len(scenario.faults) + 20.0 * scenario.leaf_s * scenario.leaves * (
+        # Under rules of local steps submissions have their own times, of which nothing is known for longer.
+        unknown = silent + (2 * scenario.inner_steps if scenario.rule in ("local", "streaming", "async-local") else 0)
+        if silent >= scenario.workers or (silent and scenario.rule != "sync" and scenario.total_steps <= unknown):
+            # Where nobody's times are known a first lease may take so long, and the next on the same step twice.
+            last += 600.0 * (2**silent - 1)
+        on_the_line = 4.0 * scenario.line_s * (scenario.total_steps + scenario.workers + len(scenario.faults))
+        return last + 120.0 + 60.0 * len(scenario.faults) + on_the_line + 20.0 * scenario.leaf_s * scenario.leaves * (
             scenario.accumulate
         )  # fmt: skip
 

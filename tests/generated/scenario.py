@@ -84,6 +84,7 @@ class Scenario:
     ahead: int = 2
     prefetch: int = 64
     leaf_s: float = 0.1
+    line_s: float = 0.0  # that the parameters take on their way, each way; the kernel takes them at once
     faults: tuple[Fault, ...] = ()
     stream: str = ""  # a kind of tests.support.streams, instead of a dataset that is read by index
     shuffle_buffer: int = 8
@@ -258,6 +259,7 @@ def _drawn(rng: random.Random, seed: int) -> Scenario:
         checkpoint_every=rng.choice([1, 2, 50]), workers=workers, min_workers=min_workers, same_name=one_in(2),
         gate=gate, audit=rng.choice([0.0, 0.0, 0.3]), ahead=rng.choice([1, 2, 3]), prefetch=rng.choice([1, 4, 64]),
         leaf_s=rng.choice([0.1, 0.001, 0.5]), storm=kept and workers < 8 and one_in(10), seed=seed,
+        line_s=rng.choice([1.0, 3.0, 10.0, 30.0]) if one_in(8) else 0.0,
         faults=tuple(Fault(rng.choice(kinds), rng.randint(0, 40) / 10) for _ in range(rng.choice([0, 0, 1, 2, 3]))),
         # Drawn last: what seeds meant before they still mean.
         stream=rng.choice(KINDS) if samples <= 2000 and one_in(4) else "", shuffle_buffer=rng.choice([1, 7, 64, 1000]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
@@ -36,6 +37,7 @@ class Pipe:
         self.flying: deque[tuple[float, bytes | None]] = deque()  # (arrives at, data; None: the end)
         self.buffer = bytearray()  # arrived, unread
         self.load = 0  # bytes in either
+        self.flown = self.arrived = 0  # bytes that were ever sent, and of those the ones that came
         self.ended: str | None = None  # for the reader, behind what is in the buffer
         self.broken: str | None = None  # for the writer
         self.reader: asyncio.Future[None] | None = None
@@ -51,7 +53,12 @@ class Pipe:
 
     def send(self, data: bytes) -> None:
         self.load += len(data)
-        self._fly(data)
+        if not self.network.is_slow:
+            self._fly(data)
+            return
+        piece = max(1, int(self.network.line_bytes_per_s / 2))  # it comes bit by bit
+        for at in range(0, len(data), piece):
+            self._fly(data[at : at + piece])
 
     def finish(self) -> None:
         """The sender closes: the reader sees the end behind what was sent."""
@@ -60,8 +67,11 @@ class Pipe:
     def _fly(self, data: bytes | None) -> None:
         network = self.network
         delay = network.delay(self.source.machine, self.target.machine)
-        at = max(self._last_at, network.loop.now + delay + (len(data) if data else 0) / network.bytes_per_s)
+        size = len(data) if data else 0
+        at = max(self._last_at, network.loop.now + delay + size / network.bytes_per_s)
+        at += size / network.line_bytes_per_s
         self._last_at = at
+        self.flown += size
         self.flying.append((at, data))
         if self._timer is None and not self.blocked:
             self._schedule()
@@ -89,6 +99,7 @@ class Pipe:
                 self.ended = self.ended or CLOSED_BY_PEER
                 continue
             self.network.note("bytes", f"{self.number} {len(data)}")
+            self.arrived += len(data)
             if self.cut_after is not None:
                 if len(data) > self.cut_after:
                     self.buffer += data[: self.cut_after]
@@ -132,6 +143,14 @@ class SimChannel(Channel):
         self.host, self.inbound, self.outbound = host, inbound, outbound
         self.num_sends = 0
         self._chunks: list[Buffer] = []  # written, not drained
+
+    @property
+    def acked_bytes(self) -> int | None:
+        return self.outbound.arrived if self.outbound.network.says_what_came else None
+
+    @property
+    def unacked_bytes(self) -> int | None:
+        return self.outbound.flown - self.outbound.arrived if self.outbound.network.says_what_came else None
 
     async def receive(self, view: memoryview, least: int) -> int:
         pipe, got, loop = self.inbound, 0, self.host.loop
@@ -310,7 +329,9 @@ class Network:
         self.loop, self.random = loop, rng
         self.latency_s = rng.choice([0.0005, 0.005, 0.03])
         self.jitter_s = rng.choice([0.0, 0.002, 0.02, 0.2])
-        self.bytes_per_s = rng.choice([1e5, 1e6, 1e8])
+        self.bytes_per_s = rng.choice([1e5, 1e6, 1e8])  # of each thing that is sent, whatever else is on its way
+        self.line_bytes_per_s = math.inf  # one thing after the other
+        self.says_what_came = False  # to the sender
         self.limit_bytes = rng.choice([300, 1 << 10, 1 << 13, 1 << 16, 1 << 20])
         self.blocked: set[tuple[str, str]] = set()
         self.spiked: dict[str, float] = {}  # machine -> until when its links are slow
@@ -321,6 +342,11 @@ class Network:
         self.hit: Callable[[str], None] = lambda kind: None
         self.unexpected: Callable[[str], None] = lambda text: None
         self._number = 0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether bytes wait for each other: in the sender's kernel, which takes ``limit_bytes`` at once."""
+        return self.line_bytes_per_s < math.inf
 
     def delay(self, source: str, target: str) -> float:
         delay = self.latency_s + (self.random.expovariate(1 / self.jitter_s) if self.jitter_s else 0.0)

@@ -105,7 +105,7 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
             for parameter in parameters.values():
                 parameter.grad = None
             seed_all(seed_for(job.seed, step, leaf))
-            total = 0.0
+            total, rows = 0.0, dict[str, Tensor | None]()
             for at in range(0, len(indices), job.microbatch_samples):
                 micro = samples[at : at + job.microbatch_samples]
                 if whole:
@@ -117,8 +117,13 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
                     loss, _ = step_of(model, batch)
                 (loss.float() * (len(micro) * scale)).backward()
                 total += float(loss.detach()) * len(micro)
+                for name, parameter in parameters.items():
+                    if parameter.grad is not None and parameter.grad.is_sparse:  # as the dense one: each by itself
+                        known, one = rows.get(name), _dense(parameter.grad)
+                        rows[name], parameter.grad = one if known is None else known + one, None
             leaf_losses.append((len(indices), total / len(indices)))
-            part: Sums = {name: None if p.grad is None else _dense(p.grad) for name, p in parameters.items()}
+            part: Sums = {name: None if p.grad is None else p.grad.float().clone() for name, p in parameters.items()}
+            part |= rows
             sums.append(part)
             left_behind = {name: module._buffers[leaf] for name, [(module, leaf), *_] in homes.items()}
             changes.append({name: _change(left_behind[name], start[name], len(indices)) for name in buffers})
@@ -156,9 +161,7 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """A leaf's gradient as the tree sums it: rows of a sparse one first; what it does not name adds nothing."""
-    if not gradient.is_sparse:
-        return gradient.float().clone()
+    """A sparse gradient as the tree sums it: rows first; what it does not name adds nothing."""
     return torch.full(gradient.shape, -0.0) + gradient.coalesce().float()
 
 

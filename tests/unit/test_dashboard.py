@@ -462,7 +462,7 @@ async def test_the_token_opens_and_leaves_the_address_bar(caplog: pytest.LogCapt
         for path in ("/", "/api/v1/status", "/metrics", "/events", "/static/app.js", "/?token=", "/?token=wrong"):
             assert (await ask(dashboard, path))[0] == 401, path
         assert (await ask(dashboard, "/health"))[0] == 200
-        status, headers, _ = await ask(dashboard, "/?token=hush-hush&x=1")
+        status, headers, _ = await ask(dashboard, "/?token=hush-hush&x=1&sha256=ab")
         assert (status, headers["location"]) == (303, "/?x=1")
         cookie = headers["set-cookie"]
         assert "HttpOnly" in cookie

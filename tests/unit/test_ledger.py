@@ -270,6 +270,15 @@ def test_a_duplicate_is_told_from_the_first() -> None:
     assert [book.fill(lease, 0), book.fill(lease, 0), book.fill(lease, 1)] == [True, False, True]
 
 
+def test_a_step_that_is_not_open_is_not_complete() -> None:
+    """Whoever is late may ask while no step is: after the last one, and while the next one's order is computed."""
+    book = ledger()
+    assert not book.complete(0)
+    book.close(0)
+    assert not book.complete(0)
+    assert not book.complete(1)
+
+
 def test_what_was_returned_is_stale_for_ever() -> None:
     book = ledger()
     lease = grant(book).lease

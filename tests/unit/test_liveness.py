@@ -132,7 +132,7 @@ def test_who_is_overdue_with_steps_of_its_own_begins_anew(rule: str) -> None:
     sessions: dict[str, Any] = {}
     for worker in "ab":
         sessions[worker] = SimpleNamespace(
-            worker_id=worker, name=worker, is_receiving=lambda lease: False, abort=aborted.append
+            worker_id=worker, name=worker, is_receiving=lambda lease: False, dismiss=aborted.append
         )
         membership.join(
             Member(

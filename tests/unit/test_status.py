@@ -232,7 +232,10 @@ async def test_the_port_of_the_workers_is_no_dashboard(answer: bytes, capsys: py
     assert code == (ExitCode.USAGE if answer else ExitCode.UNREACHABLE)
 
 
-async def test_the_run_directory_names_token_and_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@asynccontextmanager
+async def secured(tmp_path: Path) -> AsyncIterator[tuple[Dashboard, bytes]]:
+    """A dashboard with a token and a certificate of its own, and its hash."""
+
     def prepare() -> tuple[ssl.SSLContext, bytes]:
         files = own_certificate(tmp_path / "tls", "digits")
         assert files.cert is not None
@@ -240,6 +243,11 @@ async def test_the_run_directory_names_token_and_certificate(tmp_path: Path, cap
 
     context, certificate = await asyncio.get_running_loop().run_in_executor(None, prepare)
     async with served(token="hush", ssl=context) as (dashboard, _):
+        yield dashboard, certificate
+
+
+async def test_the_run_directory_names_token_and_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    async with secured(tmp_path) as (dashboard, certificate):
         file = tmp_path / "dashboard"
         file.write_text(DashboardLink(dashboard.link, certificate).line() + "\n")
         assert await run("--run-dir", str(tmp_path)) == ExitCode.OK, capsys.readouterr().err
@@ -250,6 +258,38 @@ async def test_the_run_directory_names_token_and_certificate(tmp_path: Path, cap
         file.write_text(DashboardLink(dashboard.link).line())
         assert await run("--run-dir", str(tmp_path)) == ExitCode.AUTHENTICATION  # self-signed, and not vouched for
     assert "hush" not in "".join(capsys.readouterr())
+
+
+async def test_the_printed_link_is_all_that_another_machine_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    async with secured(tmp_path) as (dashboard, certificate):
+        link, here = DashboardLink(dashboard.link, certificate).line(), f"127.0.0.1:{dashboard.port}"
+        monkeypatch.setenv("W5XDE_DASHBOARD_LINK", link)
+        assert await run() == ExitCode.OK, capsys.readouterr().err
+        assert await run("--server", here) == ExitCode.OK, capsys.readouterr().err
+        assert await run("--server", f"http://{here}/") == ExitCode.OK, capsys.readouterr().err
+        monkeypatch.setenv("W5XDE_DASHBOARD_LINK", link.replace(str(dashboard.port), "1", 1))  # as the other end has it
+        assert await run("--server", here) == ExitCode.OK, capsys.readouterr().err
+        monkeypatch.setenv("W5XDE_DASHBOARD_LINK", DashboardLink(dashboard.link, bytes(32)).line())
+        assert await run("--server", here) == ExitCode.AUTHENTICATION  # somebody sits between
+        monkeypatch.setenv("W5XDE_DASHBOARD_LINK", dashboard.link)
+        assert await run("--server", here) == ExitCode.AUTHENTICATION
+        assert "W5XDE_DASHBOARD_LINK" in capsys.readouterr().err
+        for wrong in (
+            "x",
+            f"{dashboard.link}&sha256=ab",
+            f"{dashboard.link}&sha256=xy",
+            f"{link} {link}",
+            "http://[::1",
+        ):
+            monkeypatch.setenv("W5XDE_DASHBOARD_LINK", wrong)
+            assert await run() == ExitCode.USAGE, wrong
+            assert "W5XDE_DASHBOARD_LINK" in capsys.readouterr().err
+        monkeypatch.delenv("W5XDE_DASHBOARD_LINK")
+        assert await run("--server", here) == ExitCode.UNREACHABLE
+        assert "or it speaks TLS: then set W5XDE_DASHBOARD_LINK" in capsys.readouterr().err
 
 
 async def test_what_is_wrong_is_one_line(

@@ -20,7 +20,7 @@ from w5xde_async.errors import LinkLost, LocalError, RemoteError
 from w5xde_async.net.stock import our_pair
 from w5xde_async.net.stream import CLOSED_BY_PEER, CLOSED_HERE, FILL_BYTES
 from w5xde_async.net.tls import is_loopback
-from w5xde_async.net.tuning import Figures, acked_bytes, figures
+from w5xde_async.net.tuning import Figures, figures
 from w5xde_async.wire.frame import HANDSHAKE_CAPS, LENGTH_BYTES, Buffer, BufferSpec, decode_header, header_length
 from w5xde_async.wire.messages import Message
 
@@ -48,11 +48,12 @@ class Link:
     caps         what the next header may hold; starts at HANDSHAKE_CAPS
     certificate  the peer's (DER) under TLS, else empty: what the proof of the handshake is bound to
     encrypted    whether TLS protects the connection, whosever certificate it is
+    same_host    whether the other end is on this machine, by the addresses of both
     """
 
     __slots__ = (
         "_filling", "_reader", "_receiving", "_refused", "_sending", "_views", "_writer", "caps", "certificate",
-        "encrypted",
+        "encrypted", "same_host",
     )  # fmt: skip
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -61,6 +62,7 @@ class Link:
         tls = writer.get_extra_info("ssl_object")
         self.encrypted = tls is not None
         self.certificate: bytes = b"" if tls is None else tls.getpeercert(binary_form=True) or b""
+        self.same_host = _on_this_machine(self._writer)
         self._sending = self._receiving = False
         self._views: list[memoryview] = []  # that the frame under way fills, and which of them it is at
         self._filling = 0
@@ -75,15 +77,6 @@ class Link:
         return self._writer.peer
 
     @property
-    def same_host(self) -> bool:
-        """Whether the other end is on this machine, by the addresses of both."""
-        ends = [self._writer.get_extra_info(name) for name in ("peername", "sockname")]
-        if any(isinstance(end, str) for end in ends):
-            return True  # a Unix socket
-        hosts = [str(end[0]).removeprefix("::ffff:") for end in ends if isinstance(end, tuple)]
-        return bool(hosts) and (is_loopback(hosts[0]) or (hosts[0] == hosts[-1] and len(hosts) == 2))
-
-    @property
     def bytes_sent(self) -> int:
         """Bytes handed over so far."""
         return self._writer.bytes_sent
@@ -96,8 +89,16 @@ class Link:
     @property
     def acked_bytes(self) -> int | None:
         """Bytes that the other machine has acknowledged; None where nobody says. Only that it grows has a meaning."""
-        sock = None if self._writer.is_closing() else self._writer.get_extra_info("socket")
-        return None if sock is None else acked_bytes(sock, self.bytes_sent)
+        return None if self._writer.is_closing() else self._writer.channel.acked_bytes
+
+    @property
+    def sent_through(self) -> int | None:
+        """What ``acked_bytes`` will be when all that was handed over so far has been acknowledged; None where nobody
+        says."""
+        if (acked := self.acked_bytes) is None:
+            return None
+        unacked = self._writer.channel.unacked_bytes  # afterwards: what is acknowledged in between is never waited for
+        return None if unacked is None else acked + unacked
 
     @property
     def figures(self) -> Figures | None:
@@ -222,3 +223,11 @@ class Link:
     def abort(self) -> None:
         """End now; pending calls raise LinkLost. May be called twice."""
         self._writer.abort()
+
+
+def _on_this_machine(writer: asyncio.StreamWriter) -> bool:
+    ends = [writer.get_extra_info(name) for name in ("peername", "sockname")]
+    if any(isinstance(end, str) for end in ends):
+        return True  # a Unix socket
+    hosts = [str(end[0]).removeprefix("::ffff:") for end in ends if isinstance(end, tuple)]
+    return bool(hosts) and (is_loopback(hosts[0]) or (hosts[0] == hosts[-1] and len(hosts) == 2))

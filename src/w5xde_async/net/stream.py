@@ -20,6 +20,7 @@ from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any, SupportsIndex
 
 from w5xde_async.errors import LinkLost
+from w5xde_async.net.tuning import acked_bytes, unacked_bytes
 from w5xde_async.wire.frame import Buffer
 
 #: ``LinkLost.reason`` where this side ended the link, and where the peer did.
@@ -132,6 +133,18 @@ class Channel(asyncio.WriteTransport, ABC):
         """Whether every byte has been handed over, so that ``drain`` has nothing to wait for. False where that is not
         known, and where the connection has ended."""
         return False
+
+    @property
+    def acked_bytes(self) -> int | None:
+        """Bytes that the other machine has acknowledged, and perhaps others; None where nobody says."""
+        sock = self.get_extra_info("socket")
+        return None if sock is None else acked_bytes(sock, self.bytes_sent)
+
+    @property
+    def unacked_bytes(self) -> int | None:
+        """Bytes that were handed over and are not acknowledged; None where nobody says."""
+        sock = self.get_extra_info("socket")
+        return None if sock is None else unacked_bytes(sock)
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -319,10 +332,10 @@ class Writer(asyncio.StreamWriter):
 
     def __init__(self, channel: Channel, reader: Reader) -> None:
         super().__init__(channel, asyncio.BaseProtocol(), reader, asyncio.get_running_loop())
-        self._channel, self._beside = channel, reader
+        self.channel, self._beside = channel, reader
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._channel.peer}>"
+        return f"<{type(self).__name__} {self.channel.peer}>"
 
     def __del__(self) -> None:
         """Nothing: a socket or transport that was left open warns by itself."""
@@ -330,33 +343,33 @@ class Writer(asyncio.StreamWriter):
     @property
     def peer(self) -> str:
         """The other end, for people."""
-        return self._channel.peer
+        return self.channel.peer
 
     @property
     def bytes_sent(self) -> int:
         """Bytes handed over so far."""
-        return self._channel.bytes_sent
+        return self.channel.bytes_sent
 
     @property
     def drained(self) -> bool:
         """Whether ``drain`` has nothing to wait for; False where that is not known."""
-        return self._channel.drained
+        return self.channel.drained
 
     def drain(self) -> Coroutine[Any, Any, None]:
         """Returns when every byte has been handed over and may be overwritten. Raises StreamLost."""
-        return self._channel.drain()
+        return self.channel.drain()
 
     async def wait_closed(self) -> None:
-        await self._channel.wait_closed()
+        await self.channel.wait_closed()
 
     async def aclose(self) -> None:
         """``close`` and ``wait_closed`` in one; cancelled, the connection is cut off at once."""
-        await self._channel.aclose()
+        await self.channel.aclose()
 
     def abort(self, reason: str = CLOSED_HERE) -> None:
         """End at once; pending calls raise StreamLost with ``reason``, and what was read ahead is dropped."""
         self._beside.forget()
-        self._channel.abort(reason)
+        self.channel.abort(reason)
 
     async def start_tls(self, *args: Any, **options: Any) -> None:
         raise NotImplementedError("this connection cannot become TLS; connect with it from the beginning")

@@ -97,6 +97,23 @@ def acked_bytes(sock: socket.socket, sent_bytes: int, *, platform: str = sys.pla
     return None if len(info) < _ACKED_INFO_BYTES else int(struct.unpack_from("=Q", info, _ACKED_OFFSET)[0])
 
 
+def unacked_bytes(sock: socket.socket, *, platform: str = sys.platform) -> int | None:
+    """Bytes that were handed over and the other machine has not acknowledged; None where this platform, kernel or kind
+    of socket does not say."""
+    try:
+        if platform == "darwin":
+            return sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE_MACOS)
+        if platform != "linux":
+            return None
+        import fcntl
+        import termios
+
+        waiting = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))  # also named SIOCOUTQ: see tcp(7)
+    except (OSError, ValueError):  # ValueError: it is closed
+        return None
+    return int.from_bytes(waiting, sys.byteorder)
+
+
 def tune_listener(sock: socket.socket, *, platform: str = sys.platform) -> None:
     """One listener per address; on POSIX it may bind while old connections of its port linger."""
     if platform == "win32":

@@ -121,8 +121,10 @@ class Ledger(LeaseTable[BlockGrant]):
                 del tried[work]
 
     def complete(self, step: int) -> bool:
-        """True when every leaf of ``step`` lies in a finished block."""
-        return self._steps[step].complete
+        """True when every leaf of ``step`` lies in a finished block; False where it is not open, as after the last one
+        and while the next one's order is still being computed."""
+        opened = self._steps.get(step)
+        return opened is not None and opened.complete
 
     def num_leaves(self, step: int) -> int:
         """Leaves of an open step."""

@@ -44,6 +44,7 @@ class Outputs:
         self._insecure, self._advertise = insecure, advertise
         self._sampler: StatusSampler | None = None
         self._dashboard: Dashboard | None = None
+        self._link = ""
         self._tracking: Tracking | None = None
         self._handler: LogHandler | None = None
         self._link_file: Path | None = None
@@ -57,8 +58,8 @@ class Outputs:
 
     @property
     def link(self) -> str:
-        """The same, with the token that it may need."""
-        return "" if self._dashboard is None else self._dashboard.link
+        """The same, with the token that it may need and its certificate's hash."""
+        return self._link
 
     async def open(self, access: Access, settings: Mapping[str, object], resumed_step: int) -> None:
         """Start what the configuration asks for; ``settings`` are shown.
@@ -140,17 +141,17 @@ class Outputs:
         )  # fmt: skip
         try:
             await dashboard.start()
+            link = DashboardLink(dashboard.link, certificate).line()
             if self._run_path is not None:
                 self._link_file = self._run_path / LINK_FILE
-                content = DashboardLink(dashboard.link, certificate).line()
-                await loop.run_in_executor(None, write_private_line, self._link_file, content)
+                await loop.run_in_executor(None, write_private_line, self._link_file, link)
         except OSError as error:
             self._notes.append(f"no dashboard: {self._config.dashboard}: {error.strerror or error}")
             await dashboard.aclose()
             return
         if dashboard.moved:
             self._notes.append(f"port {port} is taken: the dashboard is at {dashboard.address}")
-        self._dashboard = dashboard
+        self._dashboard, self._link = dashboard, link
         self._leave += [self._bus.subscribe(view, samples=True), self._bus.subscribe(metrics, samples=True)]
         self._handler = LogHandler(view, loop.call_soon_threadsafe)
         logging.getLogger(_LOGGER).addHandler(self._handler)

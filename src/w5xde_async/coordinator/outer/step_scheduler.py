@@ -182,7 +182,9 @@ class StepScheduler:
             return
         if self._ledger.num_steps_held(worker) + (0 if self._local else self._unjudged[worker]) > room:
             return  # what waits to be judged is not newer parameters yet: more of it would only be staler
-        deadline_s = self._pacing.deadline_s(worker, 1)
+        upcoming = self._ledger.upcoming
+        leaves = 1 if upcoming is None else self.plan(upcoming).num_leaves
+        deadline_s = self._pacing.deadline_s(worker, leaves)
         grant = self._ledger.grant(worker, now=now, deadline_s=deadline_s, others=self._roster.membership.ready_ids)
         if grant is None:
             self._idle[worker] = None
@@ -208,7 +210,7 @@ class StepScheduler:
         """
         late = []
         for grant, place in self._ledger.unbacked():
-            late_s = self._pacing.late_s(grant.worker, 1)
+            late_s = self._pacing.late_s(grant.worker, self.plan(grant.step).num_leaves)
             if late_s is not None and self._ledger.began_at(grant) + late_s * (place + 1) <= now:
                 late.append(grant)
         for worker in ready if late else ():
@@ -218,7 +220,7 @@ class StepScheduler:
             if first is None or self.local_steps.of(worker).blocked:
                 continue
             late.remove(first)
-            deadline_s = self._pacing.deadline_s(worker, 1)
+            deadline_s = self._pacing.deadline_s(worker, self.plan(first.step).num_leaves)
             second = self._ledger.back_up(first.lease, worker, now=now, deadline_s=deadline_s)
             self._waiting.setdefault(worker, deque()).append((second, self.local_steps.of(worker).min_version))
 
@@ -274,9 +276,10 @@ class StepScheduler:
         return all(waiting.lease != grant.lease for waiting, _ in self._waiting.get(grant.worker, ()))
 
     def waits(self, grant: Grant) -> bool:
-        """Whether a worker has not been sent yet what a lease needs: its time begins when it has.
+        """Whether a worker does not have yet what a lease needs: its time begins when it has.
 
-        That is the lease, and a version that will do. Newer versions that the worker is not sent change nothing.
+        That is the lease, and a version that will do; both have left, and its machine has acknowledged them. Newer
+        versions that the worker is not sent change nothing.
         """
         session = self._roster.sessions.get(grant.worker)
         if session is None:
@@ -285,12 +288,15 @@ class StepScheduler:
             return session.is_receiving(grant.lease)  # while its bytes come it is at it, however long the line takes
         if session.lease_bytes > 0 or not self.was_sent(grant):
             return True
-        return not self._publisher.has_left(session, self._oldest.get(grant.lease, 0))
+        if not self._publisher.has_left(session, self._oldest.get(grant.lease, 0)):
+            return True
+        return not session.has_taken(grant.lease)
 
     def allowed_s(self, grant: Grant) -> float:
         """How long a lease may take, by what is known of its worker now."""
-        pacing = self._pacing if grant.step >= 0 else self._submitting
-        return pacing.allowed_s(grant.worker, 1, grant.deadline_s)
+        if grant.step < 0:
+            return self._submitting.allowed_s(grant.worker, 1, grant.deadline_s)
+        return self._pacing.allowed_s(grant.worker, self.plan(grant.step).num_leaves, grant.deadline_s)
 
     def needs(self, lease: int, version: int) -> None:
         """A lease's worker computes at ``version`` or a later one."""

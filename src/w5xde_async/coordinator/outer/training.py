@@ -522,10 +522,8 @@ class OuterTraining:
             # Whose own optimizer skipped the step has no result of it.
             skipped = self._local and (bool(done.absent) or not all(map(math.isfinite, done.losses)))
             self._reports.keep(self.scheduler.plan(grant.step), done, skipped=skipped)
-            # Under local rules a result is asked for by a lease of its own, with a deadline of its own.
-            taken_s = None if self._local else now - self.ledger.began_at(grant)
-            self.pacing.observe(worker, 1, done.compute_s, taken_s=taken_s)
-            self.phase.computed(worker, self.scheduler.plan(grant.step).num_leaves, done)
+            self.pacing.observe(worker, leaves, done.compute_s, taken_s=elapsed_s)
+            self.phase.computed(worker, leaves, done)
         if grant.step >= 0 and self._local:
             self.ledger.carry(done.lease, now)
             if skipped:
@@ -556,7 +554,8 @@ class OuterTraining:
             self.scheduler.observe_submission(grant.worker, taken_s)
         steps, other = self.ledger.submitted(done.lease, now)
         if other is not None:
-            self.pacing.overtaken(other.worker, 1, now - self.ledger.began_at(other))
+            leaves = self.scheduler.plan(other.step).num_leaves
+            self.pacing.overtaken(other.worker, leaves, now - self.ledger.began_at(other))
             self.revoke(other, "another worker was faster")
             self.roster.await_answer(other.worker)
         if self._local:
@@ -593,10 +592,11 @@ class OuterTraining:
         if past is not None and past.step >= 0:
             taken_s = self.context.clock() - past.granted_at
             if owed:
-                self.pacing.observe_late(session.worker_id, 1, min(done.compute_s, taken_s), taken_s)
+                leaves = self.scheduler.plan(past.step).num_leaves
+                self.pacing.observe_late(session.worker_id, leaves, min(done.compute_s, taken_s), taken_s)
             if self._local:
                 # Its parameters have a step in them that another has been given: it begins anew.
-                session.abort("it computed a step that had been given to another")
+                session.dismiss("it computed a step that had been given to another; it begins anew")
 
     def failed(self, session: Session, failed: Failed) -> None:
         self.roster.answered(session, failed.lease)

@@ -144,7 +144,7 @@ class Liveness:
             # What it carries would go on from a step that another has been given. And it cannot give back a lease that
             # asks for its pseudo-gradient: it would answer, and nobody would know that lease any more.
             self._warn(f"lease {grant.lease} of {name} was overdue: what it had computed is given to others{longer}")
-            holder.abort("its lease's deadline passed; it begins anew")
+            holder.dismiss("its lease's deadline passed; it begins anew")
             return
         self._warn(f"lease {grant.lease} of {name} was overdue and is given to another{longer}")
         self._ledger.give_back(grant.lease)

@@ -206,6 +206,8 @@ class Session:
         self.seen_bytes = 0
         self.admitted_at = 0.0
         self.uptake = Uptake()
+        self._asked_of = 0  # the lease of ``has_taken``
+        self._sent_through: int | None = None  # and how far its line is to come, if it is not there
         self.ended = asyncio.Event()
         self.last_message = ""
         self.report: Report | None = None  # the last that it sent
@@ -269,6 +271,20 @@ class Session:
     def lease_bytes(self) -> int:
         """Bytes of leases that wait to be sent to it."""
         return self.outbox.lease_bytes if self.island is None else max(one.outbox.lease_bytes for one in self.links)
+
+    def has_taken(self, lease: int) -> bool:
+        """Whether the worker's machine has acknowledged all that had been handed to the system when this was first
+        asked of ``lease``, of one lease after the other. A slow line takes a while for it: the system's buffers hold
+        megabytes. True where nobody says what is acknowledged."""
+        for one in self.links:
+            if one._asked_of != lease:
+                one._asked_of, one._sent_through = lease, one.link.sent_through
+            if one._sent_through is not None:
+                acked = one.link.acked_bytes
+                if acked is not None and acked < one._sent_through:
+                    return False
+                one._sent_through = None
+        return True
 
     def is_receiving(self, lease: int) -> bool:
         """Whether a result of that lease is being received into lent memory."""
@@ -647,6 +663,13 @@ class Session:
         for session in self.links:
             session._end_reason = refusal.reason
             session.post(refusal)
+
+    def dismiss(self, reason: str) -> None:
+        """End at once a worker that is to come anew. It is told why where nothing else is on its way to it."""
+        for session in self.links:
+            if session.outbox.idle:
+                session.link.send_now(encode(Bye(ByeCode.STOPPING, reason)))
+        self.abort(reason)
 
     def abort(self, reason: str, *, silent: bool = False) -> None:
         """End at once; ``run`` returns with that reason. ``silent``: it is that nothing comes or is taken."""

@@ -16,6 +16,8 @@ from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from w5xde_async.telemetry.links import HASH_NAME
+
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 _OPEN_PATHS = {"/health"}  # says nothing about the run
 _HEADERS: Mapping[bytes, bytes] = {
@@ -73,7 +75,8 @@ class Access:
     def _let_in(self, asked: HTTPConnection, cookie: str) -> Response | None:
         if asked.scope["path"] != "/":
             return None  # a program: it sends the token each time
-        rest = urlencode([(name, value) for name, value in asked.query_params.multi_items() if name != "token"])
+        given = asked.query_params.multi_items()
+        rest = urlencode([(name, value) for name, value in given if name not in ("token", HASH_NAME)])
         answer = RedirectResponse("/" + (f"?{rest}" if rest else ""), 303)
         # lax: strict keeps it back where the link was clicked on another site's page, and nothing here can be changed.
         answer.set_cookie(cookie, self._token.decode(), path="/", httponly=True, samesite="lax", secure=self._secure)

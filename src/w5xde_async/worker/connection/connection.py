@@ -256,7 +256,7 @@ class Connection:
         if bye.code == messages.ByeCode.STOPPING:
             if self.ends_with_coordinator:
                 return Departure.DRAINED
-            logger.warning("coordinator stops, waiting for it to come back reason=%s", bye.reason[:300])
+            logger.warning("the coordinator ends the link, joining again once it is there reason=%s", bye.reason[:300])
             return None
         raise RunFailed(bye.reason[:1000])
 
