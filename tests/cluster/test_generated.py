@@ -47,6 +47,9 @@ FOUND = {
     "a result that came after the last step was looked up in a step that is not open": Scenario(
         microbatch=1, accumulate=3, kept=True, workers=2, min_workers=2, seed=224
     ),
+    "what a codec had left out of large gradients, and sent later, counted as lies of an honest worker": Scenario(
+        samples=37, habits=("loud",), codec="sign", workers=2, gate=True, seed=1
+    ),
     "a step of 8 leaves had the time of the one leaf that an epoch ends with": Scenario(
         samples=129, batch=128, microbatch=16, epochs=2, rule="local", inner_steps=5, workers=3, ahead=3, leaf_s=0.5,
         seed=68,

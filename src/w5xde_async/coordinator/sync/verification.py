@@ -58,6 +58,7 @@ from w5xde_async.wire.messages import Done, VerdictCode
 #: Blocks of at most this much are weighed and compared on the loop: that takes about as long as the way to a thread.
 INLINE_WEIGH_BYTES = 4 << 20
 _PATIENCE_S = 5.0  # that long an audit waits for a worker that has finished a lease
+_CARRIED = 0.98  # of what a codec has left out, from one result that is looked at to the next
 _ODD_PATIENCE_S = 10.0  # that long a block that is odd waits for workers that are here but take no work
 _REMEMBERED = 4096  # where workers run or ran
 _UNKNOWN = Origin("", -1, drew=True)  # like nothing
@@ -113,14 +114,15 @@ class FinishedBlock:
 
 @dataclass(slots=True)
 class _Seen:
-    """A worker: the name that it proved, where it runs, ``Machine.kind``, its numerics, and the halvings of its last
-    block."""
+    """A worker: the name that it proved, where it runs, ``Machine.kind``, its numerics, the halvings of its last block,
+    and by role how large a gradient was, of late, of which its codec may have left much for later results."""
 
     identity: str
     place: Hashable
     kind: str
     numerics: str
     splits: int = 0
+    carries: dict[str, float] = field(default_factory=dict)
 
 
 class Ruling(NamedTuple):
@@ -414,8 +416,9 @@ class Verification:
     def joined(self, worker: str, machine: Machine, identity: str, place: Hashable) -> None:
         """``worker`` is a member: on what machine, by what proven name ("" for the run's secret), and where."""
         self._machines[worker] = machine
-        self._seen.pop(worker, None)
-        self._seen[worker] = _Seen(identity, place, machine.kind, machine.numerics)
+        before = self._seen.pop(worker, None)
+        carries = {} if before is None else before.carries  # it has kept what was left out
+        self._seen[worker] = _Seen(identity, place, machine.kind, machine.numerics, carries=carries)
         if len(self._seen) > _REMEMBERED:
             del self._seen[next(iter(self._seen))]
 
@@ -613,7 +616,7 @@ class Verification:
                 size, known = "next to nothing beside", self._vanished
             elif odd or not (honest_loss or all(map(math.isfinite, block.done.losses))):
                 size = "not finite, unlike"
-            elif is_far_larger(sizes, true):
+            elif is_far_larger(sizes, self._with_carried(worker, true)):
                 size = "far larger than"
             if size:
                 strikes = known[worker] = known.get(worker, 0) + 1
@@ -627,6 +630,16 @@ class Verification:
                 size=size, in_a_row=known is self._strikes,
             ),
         )  # fmt: skip
+
+    def _with_carried(self, worker: str, true: Mapping[str, float]) -> Mapping[str, float]:
+        """By role, the size of the gradient of which a result of this worker may be: of its block, whose ``true`` sizes
+        are known, or of an earlier one. A codec with error feedback leaves out much of a gradient that is a hundred
+        times the usual one, and sends it with the next results, for as many as it takes."""
+        if self._exact or (seen := self._seen.get(worker)) is None:
+            return true
+        known = {role: size * _CARRIED for role, size in seen.carries.items()}
+        seen.carries = {role: max(size, known.get(role, 0.0)) for role, size in true.items()}
+        return seen.carries
 
     def _rule(self, block: FinishedBlock, *decisions: Decision) -> Ruling:
         """The block is held no longer; where it counts, what is usual is learned from it."""
