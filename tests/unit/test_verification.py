@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from w5xde_async.coordinator.sync import deviation
+from w5xde_async.coordinator.sync.verification import Verification, _Seen
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.audit import Deviation
@@ -180,3 +183,17 @@ def test_zeros_are_learned_without_harm() -> None:
         gate.learn(0.0, 8)
     assert gate.bound(8) >= 0.0
     assert not gate.cold
+
+
+def test_what_a_codec_may_have_left_out_is_remembered_for_a_while() -> None:
+    """Of gradients that the coordinator has computed itself, not of what a worker says."""
+    seen = {"a": _Seen("", "host", "cpu", ""), "b": _Seen("", "host", "cpu", "")}
+    lossy, exact = (cast(Any, SimpleNamespace(_exact=exact, _seen=seen)) for exact in (False, True))
+    assert Verification._with_carried(lossy, "a", {"grad": 100.0}) == {"grad": 100.0}
+    assert Verification._with_carried(exact, "a", {"grad": 1.0}) == {"grad": 1.0}
+    assert Verification._with_carried(lossy, "b", {"grad": 1.0}) == {"grad": 1.0}
+    assert Verification._with_carried(lossy, "gone", {"grad": 1.0}) == {"grad": 1.0}
+    sizes = [Verification._with_carried(lossy, "a", {"grad": 1.0, "mean": 2.0}) for _ in range(300)]
+    assert sizes[0] == {"grad": pytest.approx(98.0), "mean": 2.0}
+    assert sizes[100]["grad"] < sizes[10]["grad"] < sizes[0]["grad"]
+    assert sizes[-1] == {"grad": 1.0, "mean": 2.0}
