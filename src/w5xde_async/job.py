@@ -155,6 +155,11 @@ class Job:
         else:
             need(hasattr(self.dataset, "__getitem__"), "dataset has no dataset[i] and cannot be iterated")
             need(hasattr(self.dataset, "__len__"), "dataset has no len()")
+            hint = (
+                "make it an IterableDataset, whose set_epoch is called, or leave it out where samples are all the same"
+            )
+            told = callable(getattr(self.dataset, "set_epoch", None))
+            need(not told, "dataset has a set_epoch, and one that is read by index is never told the epoch", hint)
         samples = self.num_samples
         need(samples is None or samples > 0, "dataset is empty")
         left_out = f"drop_last leaves no step: {samples} samples, batch_size {self.batch_size}"

@@ -50,6 +50,9 @@ FOUND = {
     "what a codec had left out of large gradients, and sent later, counted as lies of an honest worker": Scenario(
         samples=37, habits=("loud",), codec="sign", workers=2, gate=True, seed=1
     ),
+    "an honest worker was judged by parameters that it was never told, which a lossy downlink had left out": Scenario(
+        samples=74, habits=("loud",), downlink="sign", gate=True, faults=(Fault("worker hangs in its step", 1.7),)
+    ),
     "a step of 8 leaves had the time of the one leaf that an epoch ends with": Scenario(
         samples=129, batch=128, microbatch=16, epochs=2, rule="local", inner_steps=5, workers=3, ahead=3, leaf_s=0.5,
         seed=68,

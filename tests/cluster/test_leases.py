@@ -264,7 +264,9 @@ async def test_one_that_is_to_begin_anew_is_told_why():
         worker.session.dismiss("its lease's deadline passed")
         await settle()
         assert worker.all(Bye) == [Bye(ByeCode.STOPPING, "its lease's deadline passed")]
-        assert [event.reason for event in run.events if isinstance(event, WorkerLeft)] == ["its lease's deadline passed"]
+        assert [event.reason for event in run.events if isinstance(event, WorkerLeft)] == [
+            "its lease's deadline passed"
+        ]
         assert not run.training.roster.sessions
 
 

@@ -477,3 +477,40 @@ async def test_a_layer_that_forward_makes_ends_the_run_by_name() -> None:
     failed = await failing(job)
     assert isinstance(failed, LeafFailed)
     assert "parameter 'extra.weight' is another one than when the run began" in str(failed)
+
+
+class _Counting(torch.optim.SGD):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.made = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.made += 1
+
+
+def _clamped() -> nn.Module:
+    model = jobs.mlp_sgd().model()
+    model.get_parameter("0.weight").register_hook(lambda gradient: gradient.clamp(-1, 1))
+    model.get_parameter("0.bias").register_post_accumulate_grad_hook(lambda parameter: None)
+    model.get_submodule("2").register_full_backward_hook(lambda module, came, goes: None)
+    return model
+
+
+async def test_what_a_plain_loop_does_otherwise_is_said() -> None:
+    """Hooks see sums; what an optimizer keeps in attributes is in no checkpoint."""
+    events: list[Event] = []
+    made = replace(jobs.mlp_sgd(), max_steps=30, epochs=None)
+    await train(lambda: made, events=events)
+    assert not [
+        event.text
+        for event in events
+        if isinstance(event, Warned) and ("hook" in event.text or "no checkpoint" in event.text)
+    ]
+    made = replace(made, model=_clamped, optimizer=lambda model: _Counting(model.parameters()), microbatch_size=4)
+    await train(lambda: made, events=events)
+    told = [event.text for event in events if isinstance(event, Warned)]
+    assert (
+        len([text for text in told if "0.weight, 0.bias, 2: its hook sees" in text and "its samples (4)" in text]) == 1
+    )
+    assert len([text for text in told if "the optimizer changes made with its steps" in text]) == 1

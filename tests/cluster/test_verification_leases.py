@@ -200,7 +200,7 @@ class Own:
 
     raised = refused = ""
     run: Run
-    asked = 0
+    asked = threads = 0
 
     async def recompute(self, plan: Any, block: Block, splits: int = 0) -> ReferenceResult:
         self.asked += 1
@@ -209,6 +209,15 @@ class Own:
             piece.fill_(float(plan.samples_in(*block)))
         losses = tuple(1.0 for _ in range(block.num_leaves))
         return ReferenceResult(vector, frozenset(range(len(vector.buckets))), losses, ())
+
+
+async def test_what_the_coordinator_computes_itself_has_the_threads_of_workers():
+    """As many as a worker's have its bits; a GPU's worker says nothing of a CPU's."""
+    own = Own()
+    async with judged(recomputation=own) as run:
+        own.run = run
+        await run.worker("a")  # says that it has one
+        assert own.threads == 1
 
 
 @pytest.mark.parametrize("value", [math.nan, 1e6])

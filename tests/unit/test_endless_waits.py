@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from tests.support import jobs
 from torch import nn
 
 from w5xde_async import Coordinator, CoordinatorConfig, Worker
+from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.block import Task
 from w5xde_async.coordinator.run import shutdown
 from w5xde_async.coordinator.sync import recomputation
 from w5xde_async.coordinator.sync.recomputation import Recomputation
 from w5xde_async.errors import DiskHangs
+from w5xde_async.params.flat import FlatState
+from w5xde_async.params.layout import Layout
 from w5xde_async.plan.tree import Block
 from w5xde_async.telemetry.events import Warned
 
@@ -89,3 +95,32 @@ async def test_a_recomputation_that_hangs_is_left_to_itself(monkeypatch: pytest.
     let_go.set()
     assert done
     assert judging.cancelled() if how == "cancelled" else judging.result() is None
+
+
+async def test_a_recomputation_has_the_threads_that_it_is_told() -> None:
+    seen: list[int] = []
+    job = jobs.mlp_sgd()
+    loss = job.loss
+    assert loss is not None
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return loss(model(batch[0]), batch[1])
+
+    layout = Layout.of(job.model())
+    state, rule, x, y = FlatState(layout), cast(Any, SimpleNamespace(layout=layout)), *job.dataset[:4]
+    judge = Recomputation(replace(job, loss=None, step=step), cast(Any, None), state, rule)
+    structure, tensors = flatten([x, y])
+    task = Task(
+        step=0, start=0, samples=(4,), loss_scale=1.0, structure=structure, packed=False, tensors=tensors
+    )  # fmt: skip
+
+    def computed(threads: int) -> int:
+        judge.threads = threads
+        judge._compute(task, 0)
+        return torch.get_num_threads()
+
+    before = await asyncio.to_thread(torch.get_num_threads)
+    for threads in (0, before + 1):
+        assert await asyncio.to_thread(computed, threads) == before
+    assert seen == [before, before + 1]

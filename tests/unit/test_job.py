@@ -44,6 +44,11 @@ class Counted(Stream):
         return 10
 
 
+class Told(TensorDataset):
+    def set_epoch(self, epoch: int) -> None:
+        raise AssertionError("it is never called")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -85,6 +90,10 @@ class Counted(Stream):
         ({"shuffle_buffer": 0}, "shuffle_buffer is 0"),
         ({"dataset": DataLoader(DATA)}, "dataset is a DataLoader; give its dataset=loader.dataset, and collate"),
         ({"dataset": []}, "dataset is empty"),
+        (
+            {"dataset": Told(*DATA.tensors)},
+            "one that is read by index is never told the epoch; make it an IterableDataset",
+        ),
         ({"drop_last": True, "batch_size": 11}, "drop_last leaves no step: 10 samples, batch_size 11"),
         ({"microbatch_size": 5}, "a leaf of 5 samples"),
         ({"microbatch_size": 2, "accumulate_grad_batches": 3}, "a leaf of 6 samples"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -257,6 +258,46 @@ def test_an_optimizer_may_keep_gradients_and_give_parameters_other_memory() -> N
         bench.apply(gradients(step, rare=step % 2 == 0))
         pack_state(bench.rule.state_dict())
     assert bench.state.digest() == named_digest(plain(make, None, 2.0, 6))
+
+
+class Lookahead(torch.optim.SGD):
+    """Keeps what no ``state_dict`` has."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.k, self.period, self.names = 0, 5, ["a", "b"]
+        self.slow = {number: p.detach().clone() for number, p in enumerate(self.param_groups[0]["params"])}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.k += 1
+        for number, p in enumerate(self.param_groups[0]["params"]):
+            self.slow[number].lerp_(p.detach(), 0.5)
+
+
+class Counts(torch.optim.SGD):
+    """Keeps it where it is saved."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+
+
+@pytest.mark.parametrize(
+    ("make", "beside"),
+    [
+        (Lookahead, ["k", "slow"]),
+        (partial(Counts, lr=0.1), []),
+        (partial(torch.optim.AdamW, lr=0.1), []),
+    ],
+    ids=["beside", "saved", "torch's"],
+)
+def test_what_an_optimizer_keeps_where_no_checkpoint_has_it_is_known(make: Any, beside: list[str]) -> None:
+    bench = Bench(optimizer=lambda module: make([p for p in module.parameters() if p.requires_grad]))
+    assert bench.rule.kept_beside() == []
+    bench.apply(gradients(0))
+    bench.apply(gradients(1))
+    assert bench.rule.kept_beside() == beside
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])

@@ -226,6 +226,7 @@ class Phase:
         self._nonfinite = 0
         self._told_of: dict[str, float] = {}  # when a failure was told, by its cause
         self._unread: dict[str, None] = {}  # workers that could not read their own data; they were named once
+        self._foreign: dict[str, None] = {}  # those whose data is not the run's
         self._reading_hangs = False
         self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
 
@@ -265,6 +266,20 @@ class Phase:
         if len(self._unread) > _MOST_NAMED:
             del self._unread[next(iter(self._unread))]
         self.warn(f"{session.name} cannot read its own data and is sent what it lacks: {unread.reason[:300]}")
+
+    def note_other_data(self, worker: str, same: int, said: int) -> None:
+        """Name a worker whose own data is not the run's, once: of ``said`` shards ``same`` are."""
+        session = self.roster.sessions.get(worker)
+        if session is None or worker in self._foreign:
+            return
+        self._foreign[worker] = None
+        if len(self._foreign) > _MOST_NAMED:
+            del self._foreign[next(iter(self._foreign))]
+        lacks = f"in {said - same} of its {said} shards" if same else "everywhere"
+        self.warn(
+            f"{session.name}'s own data is not the coordinator's {lacks} (other samples, another order, or another "
+            "number): what has a sample of those is sent to it"
+        )
 
     @property
     def has_code(self) -> bool:

@@ -144,10 +144,12 @@ class Loader:
         on_ready: Callable[[], None] = lambda: None,
         on_skip: Callable[[int, str], None] = lambda sample, error: None,
         on_error: Callable[[BaseException], None] = lambda error: None,
+        on_foreign: Callable[[str, int, int], None] = lambda worker, same, said: None,
     ) -> None:
         """``make_pool``: of so many threads, with such a name, where the dataset is not read by processes.
 
-        ``bad``: samples that are left out; none is by default. ``on_skip`` is told of each further one, and why.
+        ``bad``: samples that are left out; none is by default. ``on_skip`` is told of each further one, and why;
+        ``on_foreign`` of a worker whose own data is not the run's, and how many of its shards are.
         ``stream`` reads a dataset that is one; it outlives the loader.
 
         ``whole_steps``: every lease is a step, however many leaves and bytes it has. ``on_ready`` is called on the
@@ -187,7 +189,7 @@ class Loader:
         self._fingerprinting: asyncio.Future[Fingerprints] | None = None
         self._arrival = asyncio.Event()  # something was read
         self._closed = False
-        self._on_ready, self._on_skip, self._on_error = on_ready, on_skip, on_error
+        self._on_ready, self._on_skip, self._on_error, self._on_foreign = on_ready, on_skip, on_error, on_foreign
 
     @property
     def leaf_bytes(self) -> int:
@@ -274,6 +276,8 @@ class Loader:
         if len(ours) == len(theirs):
             same = [number for number, one in enumerate(ours) if one and one == theirs[number]]
             self._own[worker] = frozenset(same)
+        if theirs and len(self._own.get(worker, ())) < len(theirs):
+            self._on_foreign(worker, len(self._own.get(worker, ())), len(theirs))
 
     def _all_read_themselves(self) -> bool:
         """Whether nobody is to be sent data."""

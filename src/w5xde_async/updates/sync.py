@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from w5xde_async.updates.on_device import OnDevice
 from w5xde_async.users_code import users_code
 
 _STEADY_STEPS = 64
+_MOST_TOLD = 64  # things in a container that are looked at
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
@@ -131,6 +133,7 @@ class SyncRule:
         # Whether a step calls code that is not torch's, whether that has drawn, and steps in which it has not.
         self._own_code = self._is_foreign or _has_hooks(optimizer) or any(map(_is_foreign, parts_of(scheduler)))
         self._drew, self._steady, self._seed = False, 0, seed
+        self._beside = _beside_its_state(optimizer) if self._is_foreign else {}
         self._tensors = tensors
         self._ahead: ResultVector | None = None  # where gradients are divided that are expected
         self._expected: dict[int, _Divided] = {}  # by bucket
@@ -161,6 +164,12 @@ class SyncRule:
     def loss_scale(self) -> float:
         """What workers multiply losses with at the current version."""
         return 1.0 if self.scale is None else self.scale.value
+
+    def kept_beside(self) -> list[str]:
+        """Attributes of an optimizer of somebody's own that its steps have changed and that are not in its state, so
+        that no checkpoint has them: counters, copies of the weights."""
+        now = _beside_its_state(self.optimizer) if self._is_foreign else {}
+        return sorted(name for name, value in now.items() if self._beside.get(name) != value)
 
     @property
     def fused_form(self) -> str:
@@ -413,6 +422,25 @@ class SyncRule:
 
 def _has_hooks(optimizer: Any) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def _beside_its_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """By attribute that torch's own optimizers have not: what tells whether it has changed. Of others than numbers,
+    tensors and containers of those it is not known."""
+    own = vars(torch.optim.Optimizer([torch.zeros(1)], {})).keys()
+    told = {name: _told(value) for name, value in vars(optimizer).items() if name not in own and name[:4] != "_opt"}
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def _told(value: Any, depth: int = 2) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict | list | tuple | set) and depth:
+        parts = value.values() if isinstance(value, dict) else value
+        return len(value), tuple(_told(part, depth - 1) for part in islice(parts, _MOST_TOLD))
+    return None
 
 
 def _is_foreign(made: object) -> bool:

@@ -79,6 +79,11 @@ class DeltaPublisher:
         self.sent = 0  #: versions that ``send`` has sent
         self.raw_bytes = self.encoded_bytes = 0  #: of the deltas, before and after
 
+    @property
+    def published(self) -> FlatState:
+        """What workers compute with once they have been sent the version under way."""
+        return self._published
+
     # -- in the aggregator's thread ------------------------------------------------------------------------
 
     @torch.no_grad()

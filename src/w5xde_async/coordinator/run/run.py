@@ -265,6 +265,9 @@ class Run:
     def _warn(self, text: str) -> None:
         self._environment.bus.publish(Warned(text=text))
 
+    def _has_other_data(self, worker: str, same: int, said: int) -> None:
+        self.training.phase.note_other_data(worker, same, said)
+
     def _checkpointing(self) -> Checkpointing:
         environment, state = self._environment, KeptState(self._spec, self._strategy)
         return Checkpointing(
@@ -278,6 +281,7 @@ class Run:
             spec.job, spec.steps, config, reference=environment.reference or None,
             make_pool=environment.runtime.executor, whole_steps=config.update.rule != "sync",
             bad=spec.bad, stream=spec.stream, on_ready=self._data_came, on_skip=self._left_out, on_error=self._fail,
+            on_foreign=self._has_other_data,
         )  # fmt: skip
         context = RunContext(
             layout=spec.layout, state=spec.state, sampler=spec.sampler, loader=loader, config=config, checks=config,

@@ -157,6 +157,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step
         spec = replace(spec, growing=growing)
     warnings = [
         begun,
+        _hooked(job, model),
         delay_warning(optimizer.param_groups) if config.update.rule == "async" and _has_delay(config) else None,
         config.unlike_results(config.update),
     ]
@@ -166,6 +167,19 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step
 def _has_delay(config: CoordinatorConfig) -> bool:
     """Whether a result may be older than the newest parameters: not that of a worker alone, with one lease at once."""
     return config.max_workers > 1 or config.pacing.leases_ahead > 1
+
+
+def _hooked(job: Job, model: nn.Module) -> str | None:
+    """What to say where code of the job's sees gradients, which are those of a sum here."""
+    hooked = [name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    hooked += [name or "the model" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    if not hooked:
+        return None
+    return (
+        f"{', '.join(hooked)[:200]}: its hook sees gradients of a microbatch's sum, which are those of its mean times "
+        f"its samples ({job.microbatch_samples}{', and the loss scale' if job.precision == 'fp16' else ''}): what it "
+        "compares them with, as to clamp them, is to be as many times larger"
+    )
 
 
 def _segment(layout: Layout) -> Segment | None:

@@ -47,10 +47,16 @@ class ReferenceResult:
 
 
 class Recomputation:
-    """Computes single blocks of ``job`` at ``state``'s parameters and ``rule``'s loss scale."""
+    """Computes single blocks of ``job`` at ``state``'s parameters and ``rule``'s loss scale.
+
+    ``state`` may be replaced before the first: by what workers are told, where that lacks something. ``threads``: with
+    how many workers compute on this kind of device, since others may give other bits; 0: as this process does.
+    """
+
+    threads = 0
 
     def __init__(self, job: Job, loader: Loader, state: FlatState, rule: SyncRule) -> None:
-        self._job, self._loader, self._state, self._rule = job, loader, state, rule
+        self._job, self._loader, self.state, self._rule = job, loader, state, rule
         self._given_up = asyncio.Event()
         self.raised = ""  #: the traceback of what the job's code raised in the last computation; "": it raised nothing
         self.refused = ""  #: what it raised, in a line, where that was no lack of memory
@@ -98,15 +104,19 @@ class Recomputation:
             given_up.cancel()
 
     def _compute(self, task: Task, splits: int) -> ReferenceResult:
+        before = torch.get_num_threads()
+        if self.threads:
+            torch.set_num_threads(self.threads)
         engine = Engine(self._job, bucket_bytes=self._rule.layout.bucket_bytes, splits=splits)
         try:
             with torch.no_grad():
-                for mine, theirs in zip(engine.incoming.views, self._state.views, strict=True):
+                for mine, theirs in zip(engine.incoming.views, self.state.views, strict=True):
                     mine.copy_(theirs)
             engine.load(range(len(engine.layout.buckets)))
             outcome: ComputedBlock = engine.compute(task, lambda bucket, vector: None)
         finally:
             engine.close()
+            torch.set_num_threads(before)
         present = frozenset(bucket.index for bucket in engine.layout.result_buckets) - set(outcome.absent)
         return ReferenceResult(
             outcome.vectors[-1],

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -118,6 +119,8 @@ class SyncTraining:
         down, deltas = update.downlink_codec, None
         if down.name != "raw":
             deltas = DeltaPublisher(layout, state, down, version=first_step, wake=lambda: catch_up.begin())
+            if recomputation is not None:  # an honest worker is not to be judged by what it was never told
+                recomputation.state = deltas.published
         self.publisher: Publisher = deltas or LivePublisher(layout, state, rule, first_step)
         keep = None if journal is None else journal.pool
         beside = in_place is not None and in_place.possible
@@ -534,6 +537,11 @@ class SyncTraining:
         if self._commits in _WATCHED_STEPS:
             self._watched_s += seconds
             self._update_s += update_s
+        if self._commits == _WATCHED_STEPS[-1] and (beside := self.rule.kept_beside()):
+            self.phase.warn(
+                f"the optimizer changes {', '.join(beside)[:200]} with its steps, which no checkpoint has: a resumed "
+                "run would go on without. Keep it in self.state[parameter] or in a param_group, which are saved"
+            )
         slow = self._update_s > _SLOW_UPDATE * self._watched_s
         if self._commits == _WATCHED_STEPS[-1] and slow and (form := self.rule.fused_form):
             part = self._update_s / self._watched_s
@@ -830,6 +838,8 @@ class SyncTraining:
             said.device.partition(":")[0], said.device_name, said.threads, said.torch_version, said.numerics
         )
         self.verification.joined(session.worker_id, machine, session.identity, session.place[0])
+        if self._recomputation is not None and machine.device == "cpu" and said.threads <= (os.cpu_count() or 1):
+            self._recomputation.threads = said.threads
         if session.shared is not None or (session.link.same_host and self.context.layout.is_small):
             self.pacing.near(session.worker_id)
         if session.island is not None:

@@ -701,7 +701,9 @@ def quarantined(reason: str) -> Refusal:
     return Refusal(
         RefusalCode.QUARANTINED,
         f"this worker was quarantined: {reason}"[:500],
-        "check its memory, its drivers and its versions; whoever runs the coordinator can let it in again (revoked)",
+        "where others are quarantined too, the job's step keeps something from call to call (a counter, a cache), "
+        "which no two workers have alike; else check its memory, its drivers and its versions. Whoever runs the coordinator "
+        "can let it in again (revoked)",
     )
 
 
