@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.scripted import Run, Scripted, job, settle
+from tests.support.scripted import LEAVES, Run, Scripted, job, settle
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.outer.training import OuterTraining
@@ -171,7 +171,7 @@ async def test_what_is_backed_up_counts_once() -> None:
         late, quick = await run.worker("late"), await run.worker("quick")
         lease = await late.lease()
         await settle()  # its time begins when the coordinator knows that it has left
-        run.training.pacing.observe("quick", 1, TAKES_S)
+        run.training.pacing.observe("quick", LEAVES, TAKES_S)
         await run.pass_time(TAKES_S)
         assert not quick.all(Lease)
         await run.pass_time(TAKES_S)
@@ -194,7 +194,7 @@ async def test_both_on_a_step_may_fail_or_go() -> None:
     async with rounds(UpdateConfig(rule="async", downlink="int8"), steps=1) as run:
         late, quick = await run.worker("late"), await run.worker("quick")
         await late.lease()
-        run.training.pacing.observe("quick", 1, TAKES_S)
+        run.training.pacing.observe("quick", LEAVES, TAKES_S)
         await run.pass_time(2 * TAKES_S)
         backup = await quick.lease()
         late.link.abort()

@@ -63,7 +63,7 @@ class _Outbox:
 
 class _Link:
     bytes_sent = bytes_received = 0
-    figures = None
+    figures = acked_bytes = sent_through = None
     certificate = b""
     encrypted = same_host = False
 
@@ -71,6 +71,8 @@ class _Link:
         self.peer = peer
 
     def abort(self) -> None: ...
+
+    def send_now(self, chunks: list[Any]) -> None: ...
 
 
 class Member(Session):

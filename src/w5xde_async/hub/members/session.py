@@ -702,8 +702,8 @@ def quarantined(reason: str) -> Refusal:
         RefusalCode.QUARANTINED,
         f"this worker was quarantined: {reason}"[:500],
         "where others are quarantined too, the job's step keeps something from call to call (a counter, a cache), "
-        "which no two workers have alike; else check its memory, its drivers and its versions. Whoever runs the coordinator "
-        "can let it in again (revoked)",
+        "which no two workers have alike; else check its memory, its drivers and its versions. Whoever runs the "
+        "coordinator can let it in again (revoked)",
     )
 
 
