@@ -260,6 +260,19 @@ def test_an_optimizer_may_keep_gradients_and_give_parameters_other_memory() -> N
     assert bench.state.digest() == named_digest(plain(make, None, 2.0, 6))
 
 
+class SAM(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "it requires a closure"
+
+
+def test_an_optimizer_that_turns_out_to_need_a_closure_is_told_so() -> None:
+    bench = Bench(optimizer=lambda module: SAM([p for p in module.parameters() if p.requires_grad], lr=0.1))
+    with pytest.raises(
+        JobError, match=r"SAM\.step\(\) without a closure raised AssertionError: it requires a closure .*; if it"
+    ):
+        bench.apply(gradients(0))
+
+
 class Lookahead(torch.optim.SGD):
     """Keeps what no ``state_dict`` has."""
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from w5xde_async.errors import JobError
+from w5xde_async.errors import JobError, in_one_line
 from w5xde_async.job import Job, made_by, parts_of, trained_otherwise
 from w5xde_async.params.flat import FlatState, ResultVector, l2_norm, state_of
 from w5xde_async.params.layout import Layout
@@ -134,6 +134,7 @@ class SyncRule:
         self._own_code = self._is_foreign or _has_hooks(optimizer) or any(map(_is_foreign, parts_of(scheduler)))
         self._drew, self._steady, self._seed = False, 0, seed
         self._beside = _beside_its_state(optimizer) if self._is_foreign else {}
+        self._has_stepped = False
         self._tensors = tensors
         self._ahead: ResultVector | None = None  # where gradients are divided that are expected
         self._expected: dict[int, _Divided] = {}  # by bucket
@@ -336,10 +337,18 @@ class SyncRule:
             raise
 
     def _step(self, rate_factor: float, schedules: bool) -> None:
-        if rate_factor == 1.0:
-            self.optimizer.step()
-        else:
-            self._step_at(rate_factor)
+        try:
+            if rate_factor == 1.0:
+                self.optimizer.step()
+            else:
+                self._step_at(rate_factor)
+        except Exception as error:
+            if self._has_stepped or not (self._is_foreign and _takes_closure(self.optimizer)):
+                raise
+            reason = f"{type(self.optimizer).__name__}.step() without a closure raised {in_one_line(error)}"
+            hint = "if it evaluates the loss itself, as SAM does, it cannot be used: a step's gradient is computed once"
+            raise JobError("optimizer", reason, hint) from error
+        self._has_stepped = True
         if self._is_foreign:
             self._take_back()
         if self.scheduler is not None and schedules:
@@ -511,6 +520,13 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     except ValueError:  # it has no signature
         return False
     return False
+
+
+def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        return "closure" in inspect.signature(type(optimizer).step).parameters
+    except ValueError:  # it has no signature
+        return False
 
 
 def _scheduler(job: Job, optimizer: torch.optim.Optimizer) -> Any:
