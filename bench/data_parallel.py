@@ -12,7 +12,7 @@ Models: tiny (10-20-10, batch 32 a worker), mlp (784-512-512-10, 64), gpt (10.9M
 
 Figures: ``over_ddp_tiny`` (aim 3.5), ``over_ddp_mlp`` (1.9), ``over_ddp_gpt`` (1.05), the same with ``_tcp`` (2.5, 1.3,
 1.0) and with ``_tcp_default``; ``efficiency_gpt``: ours over forward and backward alone in both processes (no optimizer
-there); ``coordinator_cpu_ms_*`` and ``workers_cpu_ms_*``: processor time of a step, of the workers together;
+there); ``limit_over_ddp_*``: those two processes over DDP, which nobody can be over; ``coordinator_cpu_ms_*`` and ``workers_cpu_ms_*``: processor time of a step, of the workers together;
 ``loop_stall_ms_max``: the longest that the coordinator's event loop kept a timer waiting in the gpt runs (aim below
 10); samples/s of all five kinds.
 """
@@ -98,6 +98,8 @@ def compare(report: Report, rig: Rig, name: str, steps: int, rounds: int) -> Non
         report.add(figure, found)
     efficiencies = [a / b for a, b in zip(rates["ours"], rates["compute"], strict=True)]
     report.add(f"efficiency_{name}", efficiencies)
+    limits = [a / b for a, b in zip(rates["compute"], rates["ddp"], strict=True)]
+    report.add(f"limit_over_ddp_{name}", limits)
     for kind, found in rates.items():
         report.add(f"{kind.replace(' ', '_')}_samples_per_s_{name}", found)
     if name == "gpt":

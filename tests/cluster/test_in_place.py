@@ -406,32 +406,6 @@ async def test_beside_others_the_bits_are_those_of_one_process(make: Callable[[]
 
 
 @pytest.mark.usefixtures("steps_are_shared_out")
-@pytest.mark.parametrize("pacing", [SHORT, PacingConfig(short_steps="workers", whole_step_s=0.0)])
-async def test_parameters_leave_before_the_next_leases_are_made(
-    pacing: PacingConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else workers wait for as long as that takes, and where leaves are computed here, perhaps for those."""
-    publish, waiting = SyncTraining._publish, list[int]()
-
-    def published(self: SyncTraining, pieces: Any) -> None:
-        publish(self, pieces)
-        waiting.extend(item.nbytes for one in self.roster.sessions.values() for item in one.outbox._items)
-
-    monkeypatch.setattr(SyncTraining, "_publish", published)
-
-    def wide() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 20_000), nn.ReLU(), nn.Linear(20_000, 3))
-
-    made = short(jobs.mlp_sgd, batch_size=32, microbatch_size=4)
-    made = replace(made, model=wide, dataset=TensorDataset(torch.randn(256, 4), torch.randint(3, (256,))))
-    over_tcp = replace(QUICK_WORKER, link="tcp")
-    monkeypatch.setattr("tests.cluster.test_in_place.QUICK_WORKER", over_tcp)
-    result = await trained(made, workers=2, pacing=pacing)
-    assert (own_share(result) is not None) == (pacing is SHORT)
-    assert sum(nbytes > 10_000 for nbytes in waiting) < STEPS // 4  # but where the kernel still holds the one before
-
-
-@pytest.mark.usefixtures("steps_are_shared_out")
 @pytest.mark.parametrize(("leaf_s", "here"), [(0.007, True), (0.009, False)])
 async def test_leaves_of_less_than_8_ms_are_computed_here_beside_others(
     leaf_s: float, here: bool, monkeypatch: pytest.MonkeyPatch

@@ -48,12 +48,11 @@ class Link:
     caps         what the next header may hold; starts at HANDSHAKE_CAPS
     certificate  the peer's (DER) under TLS, else empty: what the proof of the handshake is bound to
     encrypted    whether TLS protects the connection, whosever certificate it is
-    same_host    whether the other end is on this machine, by the addresses of both
     """
 
     __slots__ = (
         "_filling", "_reader", "_receiving", "_refused", "_sending", "_views", "_writer", "caps", "certificate",
-        "encrypted", "same_host",
+        "encrypted",
     )  # fmt: skip
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -62,7 +61,6 @@ class Link:
         tls = writer.get_extra_info("ssl_object")
         self.encrypted = tls is not None
         self.certificate: bytes = b"" if tls is None else tls.getpeercert(binary_form=True) or b""
-        self.same_host = _on_this_machine(self._writer)
         self._sending = self._receiving = False
         self._views: list[memoryview] = []  # that the frame under way fills, and which of them it is at
         self._filling = 0
@@ -75,6 +73,15 @@ class Link:
     def peer(self) -> str:
         """The other end, for people."""
         return self._writer.peer
+
+    @property
+    def same_host(self) -> bool:
+        """Whether the other end is on this machine, by the addresses of both."""
+        ends = [self._writer.get_extra_info(name) for name in ("peername", "sockname")]
+        if any(isinstance(end, str) for end in ends):
+            return True  # a Unix socket
+        hosts = [str(end[0]).removeprefix("::ffff:") for end in ends if isinstance(end, tuple)]
+        return bool(hosts) and (is_loopback(hosts[0]) or (hosts[0] == hosts[-1] and len(hosts) == 2))
 
     @property
     def bytes_sent(self) -> int:
@@ -223,11 +230,3 @@ class Link:
     def abort(self) -> None:
         """End now; pending calls raise LinkLost. May be called twice."""
         self._writer.abort()
-
-
-def _on_this_machine(writer: asyncio.StreamWriter) -> bool:
-    ends = [writer.get_extra_info(name) for name in ("peername", "sockname")]
-    if any(isinstance(end, str) for end in ends):
-        return True  # a Unix socket
-    hosts = [str(end[0]).removeprefix("::ffff:") for end in ends if isinstance(end, tuple)]
-    return bool(hosts) and (is_loopback(hosts[0]) or (hosts[0] == hosts[-1] and len(hosts) == 2))

@@ -17,7 +17,7 @@ from w5xde_async.net.tuning import BUFFER_BYTES
 from w5xde_async.wire.frame import Buffer
 
 _SEND_BYTES = 1 << 20  # frames are gathered up to this into one send
-AT_ONCE_BYTES = 128 << 10  #: ``flush`` sends no more where nobody says otherwise: it is not to hold up the loop
+_AT_ONCE_BYTES = 128 << 10  # ``flush`` sends no more: it is not to hold up the loop
 
 
 class _Item(NamedTuple):
@@ -91,14 +91,14 @@ class Outbox:
         if any(0 <= item.version < version for item in self._items):
             self._items = deque(item for item in self._items if not 0 <= item.version < version)
 
-    def flush(self, most: int = AT_ONCE_BYTES) -> None:
-        """Send what waits at once, if it is no more than ``most`` bytes and the line is free: else, ``run`` does.
+    def flush(self) -> None:
+        """Send what waits at once, if it is little and the line is free: else, ``run`` does.
 
         What was posted leaves soon in any case; this spares the loop a turn where nothing more is to leave with it.
         """
         if not self._items or self._sending or self._leaving:
             return
-        if not self._gather or sum(item.nbytes for item in self._items) > most:
+        if not self._gather or sum(item.nbytes for item in self._items) > _AT_ONCE_BYTES:
             self._wake.set()
             return
         items, began = tuple(self._items), self._clock()

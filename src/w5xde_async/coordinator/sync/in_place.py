@@ -48,7 +48,7 @@ _SETTLED = 16  # steps by way of workers, and steps here, of which the medians a
 _VARIED = 5 * _SETTLED  # the same where one step waits for the data of several: five groups, each by its mean
 _PROOFS = 4
 _MOST_KINDS = 16  # of workers that are compared
-MOST_BYTES = 8 << 20  # of a result, and of the model, which is copied on the loop
+_MOST_BYTES = 8 << 20  # of a result, and of the model, which is copied on the loop
 _SLOWER = 1.1  # than steps by way of workers: medians of different moments differ by as much, for nothing
 _MOST_PATIENCE = 4096  # steps by way of workers, before it is tried again
 _BESIDE_S = 0.0005  # what a whole step takes here beside its leaves
@@ -133,7 +133,7 @@ class InPlace:
         self._tell = tell
         self._job, self._loader, self._state, self._rule = job, loader, state, rule
         self._engine: Engine | None = None
-        self._over = rule.layout.vector_bytes > MOST_BYTES or job.local_data is not None
+        self._over = rule.layout.vector_bytes > _MOST_BYTES or job.local_data is not None
         self._proofs: dict[_Kind, int] = {}  # steps that were the same to the bit; -1: one was not
         self._by: Session | None = None  # in whose place something is computed
         self.whole = False  #: that is whole steps; else the leases of this worker, or of one that takes its place

@@ -25,7 +25,7 @@ from w5xde_async.coordinator.parameters.publisher import LivePublisher, Piece, P
 from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.sync.batch_growth import AHEAD, BatchGrowth
 from w5xde_async.coordinator.sync.context import SyncContext
-from w5xde_async.coordinator.sync.in_place import MOST_BYTES, InPlace
+from w5xde_async.coordinator.sync.in_place import InPlace
 from w5xde_async.coordinator.sync.recomputation import Recomputation
 from w5xde_async.coordinator.sync.results import Results
 from w5xde_async.coordinator.sync.verification import FinishedBlock, Machine, Numerics, Ruling, Verification
@@ -38,7 +38,6 @@ from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import BlockStore, Destination
 from w5xde_async.hub.work.lease_scheduler import LeaseScheduler, Sendable
 from w5xde_async.job import shown_progress
-from w5xde_async.net.outbox import AT_ONCE_BYTES
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.audit import Auditor
@@ -466,17 +465,9 @@ class SyncTraining:
         sessions = self.roster.sessions
         idle = {session for worker, session in sessions.items() if not self._has_work(worker)}
         self.publisher.send(sessions.values(), self.version, pieces, idle=idle)
-        # What follows takes a while: the next leases are made, and where some are computed here, that is. Else what
-        # workers wait for would leave with the leases; much of it has nothing to gain from that.
-        nbytes = sum(piece.spec.nbytes for piece in pieces)
-        if self._stood_for is not None or nbytes > AT_ONCE_BYTES:
-            room = MOST_BYTES
+        if self._stood_for is not None:  # what follows here is long; else what workers wait for would leave with this
             for session in sessions.values():
-                if session.shared is None and session.link.same_host and nbytes <= room:
-                    session.outbox.flush(room)
-                    room -= nbytes
-                elif self._stood_for is not None:
-                    session.outbox.flush()
+                session.outbox.flush()
         if self.roster.keeps_residuals:
             for member in tuple(self.roster.membership.members.values()):
                 if member.standing is Standing.DRAINING:
