@@ -12,9 +12,9 @@ Models: tiny (10-20-10, batch 32 a worker), mlp (784-512-512-10, 64), gpt (10.9M
 
 Figures: ``over_ddp_tiny`` (aim 3.5), ``over_ddp_mlp`` (1.9), ``over_ddp_gpt`` (1.05), the same with ``_tcp`` (2.5, 1.3,
 1.0) and with ``_tcp_default``; ``efficiency_gpt``: ours over forward and backward alone in both processes (no optimizer
-there); ``limit_over_ddp_*``: those two processes over DDP, which nobody can be over; ``coordinator_cpu_ms_*`` and ``workers_cpu_ms_*``: processor time of a step, of the workers together;
-``loop_stall_ms_max``: the longest that the coordinator's event loop kept a timer waiting in the gpt runs (aim below
-10); samples/s of all five kinds.
+there); ``limit_over_ddp_*``: those two processes over DDP, which nobody can be over; ``coordinator_cpu_ms_*`` and
+``workers_cpu_ms_*``: processor time of a step, of the workers together; ``loop_stall_ms_max``: the longest that the
+coordinator's event loop kept a timer waiting in the gpt runs (aim below 10); samples/s of all five kinds.
 """
 
 from __future__ import annotations
