@@ -103,7 +103,7 @@ class _Run(Cluster):
         self.network.bytes_per_s = 1e8
         if scenario.line_s:
             vector_bytes = sum(tensor.nbytes for tensor in Model(scenario).state_dict().values())
-            greeting_bytes = 4096 + 64 * scenario.tensors
+            greeting_bytes = 1000 + 16 * scenario.tensors  # a second: those of a small model are more than it
             most = max(vector_bytes, scenario.batch * scenario.columns * 8, greeting_bytes * scenario.line_s)
             self.network.line_bytes_per_s = most / scenario.line_s
             self.network.limit_bytes = 4 << 20

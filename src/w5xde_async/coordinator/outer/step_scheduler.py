@@ -25,6 +25,8 @@ from w5xde_async.updates.outer import bucket_fragments
 from w5xde_async.updates.quorum import QuorumConfig
 from w5xde_async.wire.messages import Lease, Submit
 
+_LONGER = 2.0  # times the longest lease of a worker so far, for which it is not sent away
+
 
 class StepScheduler:
     """Grants leases of steps and sends them, with their data, to the members of ``roster``."""
@@ -61,6 +63,7 @@ class StepScheduler:
         self._unjudged: Counter[str] = Counter()  # results of each worker that wait to be judged
         self._oldest: dict[int, int] = {}  # open lease -> the oldest version that will do
         self._idle: dict[str, None] = {}  # workers for which nothing was left to lease
+        self._longest_s: dict[str, float] = {}  # that a lease has taken each worker
         self._submitting = Pacing(context.config.pacing)  # how long submissions under rules of local steps take
 
     def data_came(self) -> None:
@@ -100,6 +103,10 @@ class StepScheduler:
         """``worker`` has submitted a pseudo-gradient, ``taken_s`` after it could begin to."""
         self._submitting.observe(worker, 1, taken_s)
 
+    def took(self, worker: str, taken_s: float) -> None:
+        """``worker`` has done a lease, ``taken_s`` after it could begin to."""
+        self._longest_s[worker] = max(taken_s, self._longest_s.get(worker, 0.0))
+
     def joined(self, worker: str) -> None:
         """A worker has come. It is blocked until it is being sent the parameters."""
         self.local_steps.join(worker, self._phase.verdicts.version)
@@ -120,6 +127,7 @@ class StepScheduler:
         self.local_steps.leave(worker)
         self._pacing.left(worker)
         self._submitting.left(worker)
+        self._longest_s.pop(worker, None)
 
     def schedule(self, only: str | None = None) -> None:
         """Give work to whoever has room for it (``only``: check this worker alone)."""
@@ -279,13 +287,15 @@ class StepScheduler:
         """Whether a worker does not have yet what a lease needs: its time begins when it has.
 
         That is the lease, and a version that will do; both have left, and its machine has acknowledged them. Newer
-        versions that the worker is not sent change nothing.
+        versions that the worker is not sent change nothing. A submission needs to be asked for.
         """
         session = self._roster.sessions.get(grant.worker)
         if session is None:
             return False
-        if grant.step < 0:
-            return session.is_receiving(grant.lease)  # while its bytes come it is at it, however long the line takes
+        if grant.step < 0:  # while its bytes come it is at it, however long the line takes
+            if session.is_receiving(grant.lease) or session.num_messages > 0:
+                return True
+            return not session.has_taken(grant.lease)
         if session.lease_bytes > 0 or not self.was_sent(grant):
             return True
         if not self._publisher.has_left(session, self._oldest.get(grant.lease, 0)):
@@ -296,7 +306,11 @@ class StepScheduler:
         """How long a lease may take, by what is known of its worker now."""
         if grant.step < 0:
             return self._submitting.allowed_s(grant.worker, 1, grant.deadline_s)
-        return self._pacing.allowed_s(grant.worker, self.plan(grant.step).num_leaves, grant.deadline_s)
+        allowed_s = self._pacing.allowed_s(grant.worker, self.plan(grant.step).num_leaves, grant.deadline_s)
+        # The longest are those that wait for parameters, where nobody knows when these have come: one in many, and
+        # who is sent away takes with it all that it carries.
+        longer_s = min(_LONGER * self._longest_s.get(grant.worker, 0.0), self._pacing.config.max_deadline_s)
+        return max(allowed_s, longer_s) if self._local else allowed_s
 
     def needs(self, lease: int, version: int) -> None:
         """A lease's worker computes at ``version`` or a later one."""

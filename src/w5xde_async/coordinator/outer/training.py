@@ -523,6 +523,7 @@ class OuterTraining:
             skipped = self._local and (bool(done.absent) or not all(map(math.isfinite, done.losses)))
             self._reports.keep(self.scheduler.plan(grant.step), done, skipped=skipped)
             self.pacing.observe(worker, leaves, done.compute_s, taken_s=elapsed_s)
+            self.scheduler.took(worker, elapsed_s)
             self.phase.computed(worker, leaves, done)
         if grant.step >= 0 and self._local:
             self.ledger.carry(done.lease, now)
