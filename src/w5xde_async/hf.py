@@ -27,6 +27,8 @@ _OF_THE_RUN = ("_runtime", "_per_second", "_preparation_time")
 #: Samples that are looked at for the lengths of their labels, and what stands there for none.
 _LOOKED_AT, _NO_LABEL = 32, -100
 _QUICK_PARAMETERS = 10_000_000  # of a model whose loss of two samples is there in no time
+#: Of ``trainer.state``: what is the same before and while it trains.
+_STAYS = ("is_local_process_zero", "is_world_process_zero", "is_hyper_param_search", "trial_name", "trial_params")
 _OWN_CALLBACKS = (DefaultFlowCallback, PrinterCallback, ProgressCallback)
 
 
@@ -65,7 +67,7 @@ def job_of(trainer: Trainer) -> Job:
         collate=collate,
         optimizer=lambda model: _made(trainer, model=model).create_optimizer(),
         scheduler=lambda optimizer: _made(trainer).create_scheduler(steps, optimizer),
-        step=_step(trainer),
+        step=_step(trainer, steps),
         batch_size=batch_size,
         microbatch_size=args.train_batch_size,
         max_steps=steps,
@@ -101,6 +103,14 @@ def _refuse(trainer: Trainer) -> None:
     need(kind not in ("reduce_lr_on_plateau", "greedy"), f"lr_scheduler_type is {kind}", hint)
     own = type(trainer).training_step is not Trainer.training_step
     need(not own, f"{type(trainer).__name__} overrides training_step", "override compute_loss")
+    for name, hint in {
+        "_get_train_sampler": "give train_sampling_strategy, or a dataset with samples as often as they count",
+        "get_train_dataloader": "give train_dataset and data_collator",
+        "_prepare_inputs": "do it in data_collator, or in compute_loss",
+        "get_batch_samples": "do it in data_collator, or in compute_loss",
+    }.items():
+        own = getattr(type(trainer), name, None) is not getattr(Trainer, name, None)
+        need(not own, f"{type(trainer).__name__} overrides {name}, which nobody would call", hint)
     need(not args.neftune_noise_alpha, "neftune_noise_alpha is not done by workers", "leave it out")
     hint = "leave it out, and start workers with --island fsdp=N where a model does not fit (docs/islands.md)"
     for name in ("deepspeed", "fsdp", "parallelism_config"):
@@ -210,12 +220,30 @@ def _made(trainer: Trainer, **changes: Any) -> Trainer:
     return made
 
 
-def _step(trainer: Trainer) -> Callable[[nn.Module, Any], torch.Tensor] | None:
+def _step(trainer: Trainer, steps: int) -> Callable[[nn.Module, Any], torch.Tensor] | None:
     """None where the model's own loss is taken, as the default step does."""
     own = type(trainer).compute_loss is not Trainer.compute_loss
     if not (own or trainer.compute_loss_func or trainer.label_smoother):
         return None
-    return lambda model, batch: trainer.compute_loss(model, dict(batch))
+    known = {name: getattr(trainer.state, name) for name in _STAYS if hasattr(trainer.state, name)}
+    state = _State(known | {"max_steps": steps, "train_batch_size": trainer.args.train_batch_size})
+    asked = _made(trainer, state=state, log=lambda *_, **__: None)  # who logs reads the step's number
+    return lambda model, batch: asked.compute_loss(model, dict(batch))
+
+
+class _State:
+    """In the place of ``trainer.state`` where a step is computed: what changes is not known there."""
+
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        vars(self).update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        if name[:2] == "__":  # Python's own, as in copying
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"compute_loss reads self.state.{name}, which is not known where a step is computed; count in an integer "
+            "buffer of the model that its forward advances by one, or leave it to the learning rate's schedule"
+        )
 
 
 def _precision(args: Any) -> Precision:

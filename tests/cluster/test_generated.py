@@ -141,8 +141,9 @@ def test_copies_that_go_bad_and_workers_that_are_killed(rule: str) -> None:
 @pytest.mark.parametrize("seed", [1, 3])
 @pytest.mark.parametrize("rule", RULES)
 def test_nobody_is_sent_away_for_a_slow_line(rule: str, seed: int, inner_steps: int) -> None:
-    """The parameters take 20 seconds each way, a step a tenth of one, and the kernel takes all that is sent at once;
-    with seed 3 something between takes it, so that nobody knows what has come. In long rounds few leases wait for it."""
+    """The parameters take 20 seconds each way, for a while two minutes, a step a tenth of a second, and the kernel
+    takes all that is sent at once. With seed 3 something between does, so that nobody knows what has come, and they
+    take 20 seconds all the time. In long rounds few leases wait for it."""
     batch = 40 if inner_steps == 4 else 8
     report = run(
         Scenario(rule=rule, samples=20_000, batch=batch, microbatch=batch // 2, inner_steps=inner_steps, workers=2,

@@ -80,6 +80,41 @@ class Doubled(Trainer):
         return (2 * outputs.loss, outputs) if return_outputs else 2 * outputs.loss
 
 
+class Logged(Doubled):
+    """Reads what stays as it is, and logs."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+        self.log({"something": 1.0})
+        part = self.state.max_steps / 10 * self.state.train_batch_size * self.state.is_world_process_zero
+        return super().compute_loss(model, inputs, return_outputs, **given) * part
+
+
+class Annealed(Doubled):
+    reads = "global_step"
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+        return super().compute_loss(model, inputs, return_outputs, **given) * (1 + getattr(self.state, self.reads))
+
+
+class Weighted(Trainer):
+    def _get_train_sampler(self, *given: Any) -> Any:
+        return torch.utils.data.WeightedRandomSampler([1.0] * 20 + [0.0] * 20, 40)
+
+
+class Loaded(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.train_dataset)  # type: ignore[arg-type]
+
+
+class Prepared(Trainer):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs
+
+
+class Told(list[Any]):
+    def set_epoch(self, epoch: int) -> None: ...
+
+
 def same(job: Job, trained: Trainer) -> None:
     model, _ = reference.train(job)
     trained.train()
@@ -109,6 +144,19 @@ def test_it_comes_to_the_parameters_of_the_trainer_itself(arguments: dict[str, A
 def test_an_own_loss_and_optimizer_are_taken_over(tmp_path: Path) -> None:
     given = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.5})}
     same(job_of(made(tmp_path, Doubled, **given)), made(tmp_path, Doubled, **given))
+
+
+def test_an_own_loss_may_read_what_stays_as_it_is(tmp_path: Path) -> None:
+    given = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.5})}
+    same(job_of(made(tmp_path, Logged, **given)), made(tmp_path, Logged, **given))
+
+
+@pytest.mark.parametrize("reads", ["global_step", "epoch", "log_history", "best_metric"])
+def test_an_own_loss_that_reads_how_far_training_is_fails_by_name(reads: str, tmp_path: Path) -> None:
+    """Who computes a step is not told: a loss that is annealed by it would never change."""
+    job = job_of(made(tmp_path, type("Reads", (Annealed,), {"reads": reads})))
+    with pytest.raises(RuntimeError, match=rf"compute_loss reads self.state.{reads}, .* integer buffer of the model"):
+        reference.train(job)
 
 
 @pytest.mark.parametrize("count", [15, 18, 26, 30, 32])
@@ -333,6 +381,10 @@ def optimizers() -> dict[str, Any]:
         ({"lr_scheduler_type": "greedy", "eval_strategy": "steps"}, {"eval_dataset": samples(4)}, "greedy"),
         ({}, {"train_dataset": None}, "train_dataset"),
         ({}, {"optimizers": None}, "optimizer_cls_and_kwargs"),
+        ({}, {"kind": Weighted}, "Weighted overrides _get_train_sampler"),
+        ({}, {"kind": Loaded}, "Loaded overrides get_train_dataloader"),
+        ({}, {"kind": Prepared}, "Prepared overrides _prepare_inputs, .* data_collator"),
+        ({}, {"train_dataset": Told(samples(40))}, "never told the epoch"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

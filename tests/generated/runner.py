@@ -52,6 +52,7 @@ _MOST_DEATHS = 8
 #: A worker that is here and from which nothing comes.
 _SILENT = ("worker hangs in its step", "worker stopped (SIGSTOP)", "partition", "worker reads nothing")
 _OFFER = OuterRule.offer
+_SHARED = 6.0  # times as slow a line is meanwhile
 _HARD_S = 700.0  # and so much later it is not waited for any more
 
 
@@ -255,6 +256,13 @@ class _Run(Cluster):
 
     # -- the run -----------------------------------------------------------------------------------------------
 
+    async def _share_the_line(self) -> None:
+        """Somebody else uses it too after a while, and it is as fast as it was for a few minutes no more."""
+        await asyncio.sleep(3.0 * self.scenario.line_s)
+        self.network.line_bytes_per_s /= _SHARED
+        await asyncio.sleep(30.0 * self.scenario.line_s)
+        self.network.line_bytes_per_s *= _SHARED
+
     async def run(self) -> None:
         main = self.loop.create_task(self.supervise_coordinator())
         self.supervisors.append(main)
@@ -264,6 +272,8 @@ class _Run(Cluster):
             self.supervisors.append(self.loop.create_task(self._happen(number, fault)))
         if self.scenario.storm:
             self.supervisors.append(self.loop.create_task(self._storm()))
+        if self.scenario.line_s and self.network.says_what_came:
+            self.supervisors.append(self.loop.create_task(self._share_the_line()))
         try:
             await main
             self.ended_at = self.loop.now
@@ -334,7 +344,8 @@ class _Run(Cluster):
         if silent >= scenario.workers or (silent and scenario.rule != "sync" and scenario.total_steps <= unknown):
             # Where nobody's times are known a first lease may take so long, and the next on the same step twice.
             last += 600.0 * (2**silent - 1)
-        on_the_line = 4.0 * scenario.line_s * (scenario.total_steps + scenario.workers + len(scenario.faults))
+        ways = scenario.total_steps + scenario.workers + len(scenario.faults)
+        on_the_line = scenario.line_s * (30.0 + 4.0 * ways)
         return last + 120.0 + 60.0 * len(scenario.faults) + on_the_line + 20.0 * scenario.leaf_s * scenario.leaves * (
             scenario.accumulate
         )  # fmt: skip

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 from tests.support.turns import taking_turns
 
 from w5xde_async.coordinator.outer.local_step_schedule import LocalStepSchedule
+from w5xde_async.coordinator.outer.step_scheduler import StepScheduler
+from w5xde_async.plan.leases import Grant
 from w5xde_async.plan.pacing import Pacing, PacingConfig
 from w5xde_async.updates.quorum import QuorumConfig
 
@@ -75,3 +80,20 @@ def test_every_fragment_has_its_turn_once_a_period(num_fragments: int, period: i
     for step, due in zip(range(1, 4 * period), taking_turns(num_fragments, period), strict=False):
         assert due == [p for p, at in enumerate(first) if step >= at and (step - at) % period == 0]
         assert len(due) <= -(-num_fragments // period)
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({}, False),
+        ({"num_messages": 1}, True),
+        ({"has_taken": lambda lease: lease != 7}, True),
+        ({"is_receiving": lambda lease: lease == 7}, True),
+        ({"is_receiving": lambda lease: lease != 7}, False),
+    ],
+    ids=["it is at it", "its request has not left", "its request is on the line", "it comes", "another comes"],
+)
+def test_when_the_time_of_a_submission_begins(changes: dict[str, Any], waits: bool) -> None:
+    given = {"num_messages": 0, "has_taken": lambda lease: True, "is_receiving": lambda lease: False} | changes
+    scheduler = SimpleNamespace(_roster=SimpleNamespace(sessions={"a": SimpleNamespace(**given)}))
+    assert StepScheduler.waits(cast(Any, scheduler), Grant(7, -1, "a", 0.0, 5.0)) is waits
