@@ -86,14 +86,13 @@ def test_every_fragment_has_its_turn_once_a_period(num_fragments: int, period: i
     ("changes", "waits"),
     [
         ({}, False),
-        ({"num_messages": 1}, True),
         ({"has_taken": lambda lease: lease != 7}, True),
         ({"is_receiving": lambda lease: lease == 7}, True),
         ({"is_receiving": lambda lease: lease != 7}, False),
     ],
-    ids=["it is at it", "its request has not left", "its request is on the line", "it comes", "another comes"],
+    ids=["it is at it", "its request is on the line", "it comes", "another comes"],
 )
 def test_when_the_time_of_a_submission_begins(changes: dict[str, Any], waits: bool) -> None:
-    given = {"num_messages": 0, "has_taken": lambda lease: True, "is_receiving": lambda lease: False} | changes
+    given = {"has_taken": lambda lease: True, "is_receiving": lambda lease: False} | changes
     scheduler = SimpleNamespace(_roster=SimpleNamespace(sessions={"a": SimpleNamespace(**given)}))
     assert StepScheduler.waits(cast(Any, scheduler), Grant(7, -1, "a", 0.0, 5.0)) is waits

@@ -102,9 +102,10 @@ class StepScheduler:
     def observe_submission(self, worker: str, taken_s: float) -> None:
         """``worker`` has submitted a pseudo-gradient, ``taken_s`` after it could begin to."""
         self._submitting.observe(worker, 1, taken_s)
+        self.took(worker, taken_s)
 
     def took(self, worker: str, taken_s: float) -> None:
-        """``worker`` has done a lease, ``taken_s`` after it could begin to."""
+        """``worker`` has done a lease, or submitted, ``taken_s`` after it could begin to."""
         self._longest_s[worker] = max(taken_s, self._longest_s.get(worker, 0.0))
 
     def joined(self, worker: str) -> None:
@@ -293,9 +294,7 @@ class StepScheduler:
         if session is None:
             return False
         if grant.step < 0:  # while its bytes come it is at it, however long the line takes
-            if session.is_receiving(grant.lease) or session.num_messages > 0:
-                return True
-            return not session.has_taken(grant.lease)
+            return session.is_receiving(grant.lease) or not session.has_taken(grant.lease)
         if session.lease_bytes > 0 or not self.was_sent(grant):
             return True
         if not self._publisher.has_left(session, self._oldest.get(grant.lease, 0)):
@@ -305,8 +304,9 @@ class StepScheduler:
     def allowed_s(self, grant: Grant) -> float:
         """How long a lease may take, by what is known of its worker now."""
         if grant.step < 0:
-            return self._submitting.allowed_s(grant.worker, 1, grant.deadline_s)
-        allowed_s = self._pacing.allowed_s(grant.worker, self.plan(grant.step).num_leaves, grant.deadline_s)
+            allowed_s = self._submitting.allowed_s(grant.worker, 1, grant.deadline_s)
+        else:
+            allowed_s = self._pacing.allowed_s(grant.worker, self.plan(grant.step).num_leaves, grant.deadline_s)
         # The longest are those that wait for parameters, where nobody knows when these have come: one in many, and
         # who is sent away takes with it all that it carries.
         longer_s = min(_LONGER * self._longest_s.get(grant.worker, 0.0), self._pacing.config.max_deadline_s)

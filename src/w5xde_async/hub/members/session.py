@@ -272,11 +272,6 @@ class Session:
         """Bytes of leases that wait to be sent to it."""
         return self.outbox.lease_bytes if self.island is None else max(one.outbox.lease_bytes for one in self.links)
 
-    @property
-    def num_messages(self) -> int:
-        """Messages that wait to be sent to it, parameters and leases not counted."""
-        return max(one.outbox.num_messages for one in self.links)
-
     def has_taken(self, lease: int) -> bool:
         """Whether the worker's machine has acknowledged all that had been handed to the system when this was first
         asked of ``lease``, of one lease after the other. A slow line takes a while for it: the system's buffers hold
