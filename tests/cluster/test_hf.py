@@ -6,7 +6,9 @@ import asyncio
 import copy
 import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import datasets
@@ -14,8 +16,10 @@ import pytest
 import torch
 from tests.support import reference
 from tests.support.cluster import QUICK_WORKER, settings
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset, WeightedRandomSampler
 from tqdm import tqdm
 from transformers import (
     BertConfig,
@@ -26,6 +30,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -33,6 +38,7 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import BatchEncoding
 
+from w5xde_async import hf
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import JobError
 from w5xde_async.hf import job_of
@@ -89,32 +95,6 @@ class Logged(Doubled):
         return super().compute_loss(model, inputs, return_outputs, **given) * part
 
 
-class Annealed(Doubled):
-    reads = "global_step"
-
-    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
-        return super().compute_loss(model, inputs, return_outputs, **given) * (1 + getattr(self.state, self.reads))
-
-
-class Weighted(Trainer):
-    def _get_train_sampler(self, *given: Any) -> Any:
-        return torch.utils.data.WeightedRandomSampler([1.0] * 20 + [0.0] * 20, 40)
-
-
-class Loaded(Trainer):
-    def get_train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(self.train_dataset)  # type: ignore[arg-type]
-
-
-class Prepared(Trainer):
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs
-
-
-class Told(list[Any]):
-    def set_epoch(self, epoch: int) -> None: ...
-
-
 def same(job: Job, trained: Trainer) -> None:
     model, _ = reference.train(job)
     trained.train()
@@ -149,14 +129,6 @@ def test_an_own_loss_and_optimizer_are_taken_over(tmp_path: Path) -> None:
 def test_an_own_loss_may_read_what_stays_as_it_is(tmp_path: Path) -> None:
     given = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.5})}
     same(job_of(made(tmp_path, Logged, **given)), made(tmp_path, Logged, **given))
-
-
-@pytest.mark.parametrize("reads", ["global_step", "epoch", "log_history", "best_metric"])
-def test_an_own_loss_that_reads_how_far_training_is_fails_by_name(reads: str, tmp_path: Path) -> None:
-    """Who computes a step is not told: a loss that is annealed by it would never change."""
-    job = job_of(made(tmp_path, type("Reads", (Annealed,), {"reads": reads})))
-    with pytest.raises(RuntimeError, match=rf"compute_loss reads self.state.{reads}, .* integer buffer of the model"):
-        reference.train(job)
 
 
 @pytest.mark.parametrize("count", [15, 18, 26, 30, 32])
@@ -381,10 +353,6 @@ def optimizers() -> dict[str, Any]:
         ({"lr_scheduler_type": "greedy", "eval_strategy": "steps"}, {"eval_dataset": samples(4)}, "greedy"),
         ({}, {"train_dataset": None}, "train_dataset"),
         ({}, {"optimizers": None}, "optimizer_cls_and_kwargs"),
-        ({}, {"kind": Weighted}, "Weighted overrides _get_train_sampler"),
-        ({}, {"kind": Loaded}, "Loaded overrides get_train_dataloader"),
-        ({}, {"kind": Prepared}, "Prepared overrides _prepare_inputs, .* data_collator"),
-        ({}, {"train_dataset": Told(samples(40))}, "never told the epoch"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -422,3 +390,362 @@ def test_what_is_left_out_is_said_once(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         job_of(made(tmp_path))
+
+
+#: What the Trainer's gradients are to be: a step's mean, so that SGD tells them from others.
+PLAIN = {
+    "optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.0, "warmup_steps": 0, "weight_decay": 0.0,
+    "lr_scheduler_type": "constant",
+}  # fmt: skip
+
+
+def weighed(weigh: Callable[[Any, Any], Any]) -> type[Trainer]:
+    """A Trainer whose loss is ``weigh(trainer, model)`` times the model's."""
+
+    class Weighed(Divided):
+        def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(**inputs)
+            loss = weigh(self, model) * outputs.loss
+            return (loss, outputs) if return_outputs else loss
+
+    return Weighed
+
+
+CHANGING: dict[str, Callable[[Any, Any], Any]] = {
+    "state.global_step": lambda self, model: self.state.global_step / 10,
+    "state.epoch": lambda self, model: 1 + self.state.epoch,
+    "state.log_history": lambda self, model: 1 + len(self.state.log_history),
+    "state.best_metric": lambda self, model: self.state.best_metric or 1,
+    "optimizer.param_groups": lambda self, model: self.optimizer.param_groups[0]["lr"],
+    "lr_scheduler.get_last_lr": lambda self, model: self._get_learning_rate(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_what_a_step_cannot_know_it_does_not_read(
+    name: str, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a small model at once, of a large one in its first step."""
+    monkeypatch.setattr(hf, "_QUICK_PARAMETERS", 0 if large else 10_000_000)
+    trainer = made(tmp_path, weighed(CHANGING[name]))
+    with pytest.raises(
+        JobError, match=rf"compute_loss reads self\.{name}, which is not known where a step is computed"
+    ):
+        reference.train(job_of(trainer))
+    assert (trainer.state.global_step, trainer.optimizer) == (0, None)
+
+
+def test_a_loss_function_that_has_the_trainer_reads_no_state_either(tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+        return trainer.state.global_step * of_function(outputs, labels)
+
+    trainer = made(tmp_path, compute_loss_func=loss)
+    with pytest.raises(JobError, match=r"reads self\.state\.global_step"):
+        job_of(trainer)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"max_steps": 12, "logging_steps": 0.3, "eval_steps": 3},
+        {"max_steps": -1, "num_train_epochs": 1.5, "save_steps": 0.25},
+        {"max_steps": 8, "dataloader_drop_last": True, "gradient_accumulation_steps": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dataset", [lambda: samples(30), _Stream, _Counted])
+def test_of_its_state_a_step_reads_what_the_trainer_fixes(dataset: Any, arguments: Any, tmp_path: Path) -> None:
+    if dataset is _Stream and arguments.get("max_steps") == -1:
+        pytest.skip("a Trainer asks for max_steps")
+    seen: list[Any] = []
+    names = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps")
+
+    def weigh(self: Any, _: Any) -> int:
+        seen.append(
+            [getattr(self.state, name) for name in names] + [self.is_in_train, self.state.is_world_process_zero]
+        )
+        return 1
+
+    given = {"train_dataset": dataset(), "arguments": arguments}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        job = job_of(made(tmp_path, weighed(weigh), **given))
+    assert job.step is not None
+    assert job.collate is not None
+    job.step(language_model(), job.collate(samples(2)))
+    ours = seen[-1]
+    made(tmp_path, weighed(weigh), **given).train()
+    assert ours == seen[-1]
+
+
+def test_a_schedule_of_the_loss_counts_steps_in_a_buffer(tmp_path: Path) -> None:
+    """What docs/finetune.md advises is what ``global_step`` is to a Trainer."""
+
+    def counting() -> nn.Module:
+        model = language_model()
+        model.register_buffer("steps", torch.tensor(0))
+        return model
+
+    def by_buffer(_: Any, model: Any) -> Tensor:
+        weight = (model.steps + 1) / 5
+        if model.training:
+            model.steps += 1
+        return weight  # type: ignore[no-any-return]
+
+    job = job_of(made(tmp_path, weighed(by_buffer), model=counting(), arguments=PLAIN))
+    other = made(tmp_path, weighed(lambda self, _: (self.state.global_step + 1) / 5), model=counting(), arguments=PLAIN)
+    same(job, other)
+    assert isinstance(job.model, nn.Module)
+    assert job.model.steps == 5
+
+
+def test_a_loss_that_reads_the_trainers_model_reads_that_of_the_worker(tmp_path: Path) -> None:
+    def penalty(self: Any, _: Any) -> Tensor:
+        return (
+            1
+            + self.model.lm_head.weight.square().sum()
+            + self.accelerator.unwrap_model(self.model_wrapped).lm_head.weight.sum()
+        )
+
+    job = job_of(made(tmp_path, weighed(penalty)))
+    gradients = []
+    for model in (job.model, copy.deepcopy(job.model)):
+        assert isinstance(model, nn.Module)
+        assert job.step is not None
+        assert job.collate is not None
+        job.step(model, job.collate(samples(2))).backward()
+        gradients.append(model.get_parameter("lm_head.weight").grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_what_a_loss_logs_is_a_metric_of_the_step(tmp_path: Path) -> None:
+    class Logs(Divided):
+        def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            self.log({"half": 0.5, "note": "no number"})
+            return model(**inputs).loss
+
+    trainer = made(tmp_path, Logs)
+    job = job_of(trainer)
+    assert job.step is not None
+    assert job.collate is not None
+    assert job.step(language_model(), job.collate(samples(2)))[1] == {"half": 0.5}
+    assert trainer.state.log_history == []
+    reference.train(job)
+
+
+def test_what_a_loss_keeps_for_its_next_call_is_said(tmp_path: Path) -> None:
+    class Counts(Divided):
+        calls, taught = 0, None
+
+        def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            self.calls += 1
+            self.last = model(**inputs).loss
+            self.taught = self.taught or [1]
+            return min(1.0, self.calls / 20) * self.last
+
+    with pytest.warns(UserWarning, match=r"keeps on the trainer from one call to the next \(calls\)"):
+        job_of(made(tmp_path, Counts))
+
+
+def test_a_loss_does_not_end_the_training(tmp_path: Path) -> None:
+    def stop(self: Any, _: Any) -> int:
+        self.control.should_training_stop = True
+        return 1
+
+    with pytest.raises(JobError, match=r"compute_loss ends the training; .* stop_when"):
+        job_of(made(tmp_path, weighed(stop)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "training_step", "_prepare_inputs", "_prepare_input", "get_batch_samples", "_get_num_items_in_batch",
+        "compute_loss_context_manager", "autocast_smart_context_manager", "_clip_grad_norm", "_wrap_model", "train",
+        "_inner_training_loop", "_run_epoch", "_prepare_for_training", "set_initial_training_values",
+    ],
+)  # fmt: skip
+def test_an_own_method_that_nobody_would_call_is_refused(name: str, tmp_path: Path) -> None:
+    def own(self: Any, *given: Any, **named: Any) -> Any:
+        return getattr(Trainer, name)(self, *given, **named)
+
+    with pytest.raises(JobError, match=f"Mine overrides {name}, which nobody would call; "):
+        job_of(made(tmp_path, type("Mine", (Trainer,), {name: own})))
+    trainer = made(tmp_path)
+    setattr(trainer, name, MethodType(own, trainer))
+    with pytest.raises(JobError, match=f"Trainer overrides {name}, which nobody would call; "):
+        job_of(trainer)
+
+
+def test_that_evaluations_are_decided_otherwise_is_said(tmp_path: Path) -> None:
+    class Decides(Trainer):
+        def _maybe_log_save_evaluate(self, *given: Any, **named: Any) -> None:
+            super()._maybe_log_save_evaluate(*given, **named)
+
+    with pytest.warns(UserWarning, match="own _maybe_log_save_evaluate: give evaluate"):
+        job_of(made(tmp_path, Decides))
+
+
+def test_a_loss_that_was_set_on_the_trainer_is_taken_over(tmp_path: Path) -> None:
+    def trainer() -> Trainer:
+        found = made(tmp_path, arguments=PLAIN)
+        found.loss_is_scaled_for_ga = False
+        found.compute_loss = MethodType(Doubled.compute_loss, found)
+        return found
+
+    same(job_of(trainer()), trainer())
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(train_dataset)
+
+
+class OtherData(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(samples(32)[8:], batch_size=4, collate_fn=default_data_collator)
+
+
+@pytest.mark.parametrize("kind", [InOrder, OtherData])
+def test_an_own_loader_of_all_samples_is_taken_over(kind: type[Trainer], tmp_path: Path) -> None:
+    arguments = PLAIN | {"train_sampling_strategy": "random", "max_steps": -1, "num_train_epochs": 2}
+    job = job_of(made(tmp_path, kind, arguments=arguments))
+    assert not job.shuffle
+    same(job, made(tmp_path, kind, arguments=arguments))
+
+
+def drawn(dataset: Any) -> WeightedRandomSampler:
+    weights = [float(n % 2) for n in range(len(dataset))]
+    return WeightedRandomSampler(weights, len(dataset), generator=torch.Generator().manual_seed(5))
+
+
+class Drawn(Trainer):
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return drawn(train_dataset)
+
+
+class Fewer(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(samples(40), batch_size=2, collate_fn=default_data_collator)
+
+
+class Cut(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(samples(40), batch_size=4, collate_fn=default_data_collator, drop_last=True)
+
+
+class Endless(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return [{}]
+
+
+class Part(Trainer):
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(train_dataset[:20])
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Drawn, r"Drawn overrides _get_train_sampler, which gives samples by a WeightedRandomSampler; .*Subset"),
+        (Part, "gives samples by a SequentialSampler of its own number"),
+        (Fewer, "get_train_dataloader, which gives batches of 2 samples, not of 4"),
+        (Cut, "gives drop_last=True"),
+        (Endless, "gives a list"),
+    ],
+)
+def test_an_own_loader_of_other_batches_is_refused(kind: type[Trainer], words: str, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=words):
+        job_of(made(tmp_path, kind))
+
+
+def test_a_subset_gives_samples_in_an_order_of_ones_own(tmp_path: Path) -> None:
+    """What the refusal of a sampler advises."""
+    given = Subset(samples(40), list(drawn(samples(40))))
+    same(job_of(made(tmp_path, train_dataset=given, arguments=PLAIN)), made(tmp_path, Drawn, arguments=PLAIN))
+
+
+class ByEpoch(Subset[Any]):
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+class StreamByEpoch(_Counted):
+    """Other samples in each epoch, and others before the first."""
+
+    epoch = 7
+
+    def __iter__(self) -> Any:
+        return iter(samples(40 * (self.epoch + 1))[-40:])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_epochs_are_told_to_a_stream_and_a_dataset_that_wants_them_is_refused(tmp_path: Path) -> None:
+    for cut in (False, True):
+        arguments = {"dataloader_drop_last": cut, "gradient_accumulation_steps": 3}
+        with pytest.raises(JobError, match="never told the epoch; make it an IterableDataset"):
+            job_of(made(tmp_path, train_dataset=ByEpoch(samples(30), range(30)), arguments=arguments))
+    arguments, stream = PLAIN | {"max_steps": 12}, StreamByEpoch
+    same(*(kind(made(tmp_path, train_dataset=stream(), arguments=arguments)) for kind in (job_of, lambda one: one)))
+
+
+def test_own_optimizer_and_schedule_may_set_what_they_make_and_return_nothing(tmp_path: Path) -> None:
+    class Sets(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.3)
+
+        def create_scheduler(self, num_training_steps: int) -> Any:
+            self.lr_scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1, 0, num_training_steps)
+
+    same(job_of(made(tmp_path, Sets)), made(tmp_path, Sets))
+
+
+class Averaged(torch.optim.SGD):
+    """As the optimizers of schedulefree are."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def test_optimizers_that_do_more_than_steps_are_refused(tmp_path: Path) -> None:
+    job = job_of(made(tmp_path, optimizer_cls_and_kwargs=(Averaged, {"lr": 0.1})))
+    assert isinstance(job.model, nn.Module)
+    with pytest.raises(JobError, match="Averaged has other parameters in evaluation"):
+        job.optimizer(job.model)
+    with pytest.raises(JobError, match="optim is lomo"):
+        job_of(made(tmp_path, arguments={"optim": "lomo"}))
+
+
+@pytest.mark.parametrize("arguments", [{"bf16": True}, {"bf16_full_eval": True}], ids=str)
+def test_each_evaluation_is_in_the_precision_of_training(arguments: dict[str, Any], tmp_path: Path) -> None:
+    arguments = arguments | {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.0}
+    given = {"arguments": arguments, "eval_dataset": samples(10)}
+    job, trained = job_of(made(tmp_path, **given)), made(tmp_path, **given)
+    assert job.evaluate is not None
+    found = [job.evaluate(language_model().eval())["eval_loss"] for _ in range(3)]
+    trained.train()
+    assert found == [one["eval_loss"] for one in trained.state.log_history if "eval_loss" in one]
+
+
+def test_the_precision_of_accelerate_launch_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert job_of(made(tmp_path)).precision == "bf16"
+
+
+def test_special_tokens_of_the_tokenizer_are_those_of_the_model(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({f"w{n}": n for n in range(32)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w3")
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZE))
+    dataset = [{"input_ids": one["input_ids"], "labels": torch.tensor(n % 2)} for n, one in enumerate(samples(40))]
+    given = {
+        "processing_class": tokenizer, "train_dataset": dataset, "data_collator": default_data_collator,
+        "arguments": PLAIN | {"gradient_accumulation_steps": 1},
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        job = job_of(made(tmp_path, model=copy.deepcopy(model), **given))
+    same(job, made(tmp_path, model=model, **given))
