@@ -102,10 +102,9 @@ class StepScheduler:
     def observe_submission(self, worker: str, taken_s: float) -> None:
         """``worker`` has submitted a pseudo-gradient, ``taken_s`` after it could begin to."""
         self._submitting.observe(worker, 1, taken_s)
-        self.took(worker, taken_s)
 
     def took(self, worker: str, taken_s: float) -> None:
-        """``worker`` has done a lease, or submitted, ``taken_s`` after it could begin to."""
+        """``worker`` has done a lease, ``taken_s`` after it could begin to."""
         self._longest_s[worker] = max(taken_s, self._longest_s.get(worker, 0.0))
 
     def joined(self, worker: str) -> None:
@@ -307,8 +306,8 @@ class StepScheduler:
             allowed_s = self._submitting.allowed_s(grant.worker, 1, grant.deadline_s)
         else:
             allowed_s = self._pacing.allowed_s(grant.worker, self.plan(grant.step).num_leaves, grant.deadline_s)
-        # The longest are those that wait for parameters, where nobody knows when these have come: one in many, and
-        # who is sent away takes with it all that it carries.
+        # The longest are those that wait for parameters, where nobody knows when these have come: one in many. So may a
+        # request to submit wait. And who is sent away takes with it all that it carries.
         longer_s = min(_LONGER * self._longest_s.get(grant.worker, 0.0), self._pacing.config.max_deadline_s)
         return max(allowed_s, longer_s) if self._local else allowed_s
 
