@@ -200,9 +200,12 @@ def _hang(world: Cluster, rng: random.Random) -> bool:
 
 @_fault("worker lies about time", everywhere=False)
 def _lie(world: Cluster, rng: random.Random) -> bool:
+    """Its times are absurd, and those that are no times at all are refused. Somebody else is there, or comes."""
     worker = _worker(world, rng)
     if worker is not None:
         worker.lies, worker.lied = rng.randint(1, 5), True
+        if all(other.lies for other in world.live_workers()):
+            world.add_worker(1.0)
     return worker is not None
 
 
