@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -262,12 +263,22 @@ def _divides(group: Group) -> None:
 
 
 class Again(nn.Module):
+    """A layer that is computed twice, one time after the other."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.blocks[0](torch.tanh(self.blocks[0](x)))[:, :3]
+        out: Tensor = self.blocks[1](torch.tanh(self.blocks[0](torch.tanh(self.blocks[0](x)))))[:, :3]
+        return out
+
+
+class Between(Again):
+    """And with another one in between."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks[0](torch.tanh(self.blocks[1](torch.tanh(self.blocks[0](x)))))[:, :3]
         return out
 
 
@@ -286,6 +297,12 @@ class Skipping(nn.Module):
                 x = torch.relu(block(x))
         out: Tensor = self.head(x)
         return out
+
+
+def _shares(group: Group) -> None:
+    for build in (Attending, WritesFirst, Again):
+        for precision in ("fp32", "bf16"):
+            _alike(replace(_of(build), precision=precision), group, (4, 4, 3))
 
 
 def _skips(group: Group) -> None:
@@ -329,6 +346,33 @@ class WritesFirst(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
+        return x[:, :3]
+
+
+class Attending(nn.Module):
+    """What all blocks are called with: each uses it, and what it is given besides, several times."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.key, self.value, self.mix = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, *, memory: Tensor, first: Tensor) -> Tensor:
+            weights = (x @ self.key(memory).T).softmax(-1)
+            out: Tensor = x + torch.tanh(self.mix(x)) + weights @ self.value(memory) + first * torch.sigmoid(first)
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.encoder = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.blocks = nn.ModuleList(Attending.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = first = self.first(x)
+        memory = self.encoder[1](torch.tanh(self.encoder[0](x)))
+        for block in self.blocks:
+            x = block(x, memory=memory, first=first)
         return x[:, :3]
 
 
@@ -401,13 +445,10 @@ def _refuses(group: Group) -> None:
         with pytest.raises(UsageError, match=f"parameter {place}, .*or use dp"):
             _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
     _alike(island_jobs.mlp(loss=None, step=_looked_at), group, (4, 4))
-    job = _of(WritesFirst)
-    with pytest.raises(UsageError, match=r"what 'blocks\.0' is called with is written into in place.*or use dp"):
-        _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
     job = _of(Viewed)
     with pytest.raises(UsageError, match="writes in place into a view"):
         _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
-    job = _of(Again)
+    job = _of(Between)
     with pytest.raises(UsageError, match=r"'blocks\.0' runs more than once"):
         _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
 
@@ -416,7 +457,7 @@ CASES: dict[str, islands.Case] = {
     "mlp": _mlp, "uneven blocks": _uneven_blocks, "batch norm": _normed, "odd parameters": _odd,
     "transformer": _transformer, "half precision": _half, "reused in half precision": _reused_in_half,
     "accumulation": _accumulates, "checkpoints": _checkpoints, "metrics": _metrics, "sparse": _sparse, "errors": _fails,
-    "shards": _divides, "refusals": _refuses, "skips": _skips, "consumes": _consumes,
+    "shards": _divides, "refusals": _refuses, "skips": _skips, "shares": _shares, "consumes": _consumes,
     "errors at once": _fails_at_once, "cannot be built": _cannot_be_built,
 }  # fmt: skip
 

@@ -6,6 +6,11 @@ unit's gradients are exchanged once. Instead of a reduce-scatter, whose order of
 each leaf's gradient of its shard, and adds them in the tree's order, onto what is open of the rounds before, as a
 binary counter carries. So any number of ranks gives the bits of one process.
 
+No tensor that a unit is called with is replaced by a view of its own, by which ``fully_shard`` sees that backward has
+left a unit: what several units are called with (an encoder's output) would have its gradients added up unit by unit
+first, in another order than one process adds them. A unit is over when backward comes to one that was computed before
+it: autograd runs what was computed last first.
+
 Nothing is divided. A gradient that a leaf does not have is nothing, not zero: who has which is told beside the data.
 Buffers and parameters that cannot be cut (scalars) are whole on every rank; their sums are rank 0's.
 
@@ -124,6 +129,7 @@ class FsdpEngine:
         self._lost: BaseException | None = None  # what an exchange raised: not the job's doing
         self._round: _Round | None = None
         self._now: _Running | None = None
+        self._in_backward: Any = None  # the unit, but for the root, that backward is in: its group of parameters
 
     # -- parameters ----------------------------------------------------------------------------------------
 
@@ -227,7 +233,7 @@ class FsdpEngine:
 
     def _microbatch(self, piece: Any, weight: float, *, last: bool, current: _Round) -> tuple[Tensor, Any]:
         self._whole.set_requires_gradient_sync(last)
-        self._log, current.last_of_leaf = [], last
+        self._log, current.last_of_leaf, self._in_backward = [], last, None
         with nullcontext() if self._autocast is None else self._autocast():
             loss, metrics = self._whole(piece)
         loss = scalar_loss(loss)
@@ -301,12 +307,6 @@ class FsdpEngine:
             raise UsageError(
                 "backward needs parameters that were given up: the step writes in place into a view that a unit "
                 "returned, which hides from fully_shard that backward has come to it; use x = x + y for x += y, or dp"
-            ) from error
-        if "RegisterPostBackwardFunction" in str(error):
-            raise UsageError(
-                f"what {self._log[-1].unit.name!r} is called with is written into in place, which hides from "
-                "fully_shard when backward has left it; write into a copy (inplace=False, x = x + y for x += y), leave "
-                "out --job, or use dp"
             ) from error
         if not hasattr(self._whole, "reset_iter_state"):  # as torch 2.11 has not: it cannot go on after this
             raise LoneLeafError(leaf, error) from error
@@ -449,6 +449,11 @@ class FsdpEngine:
             module: FSDPModule = cast(Any, unit.module)
             module.set_custom_all_gather(cast(Any, unit.gather))
             module.set_custom_reduce_scatter(cast(Any, unit.reduce))
+            held: Any = module._get_fsdp_state()._fsdp_param_group
+            if held is not None:
+                held._register_post_backward_hook = _as_they_are
+                if unit.module is not self._whole:  # which is over when all is
+                    held.pre_backward = partial(self._enter, held, held.pre_backward)
         self._widest = 1 + max(len(unit.parts) for unit in self._units)
         self._whole.set_reduce_scatter_unused_params(True)
         self._local: dict[int, Tensor] = {}
@@ -473,6 +478,13 @@ class FsdpEngine:
                 self._origin.append(live[index].detach().clone())
             else:
                 self._origin.append(self._state[index].detach())
+
+    def _enter(self, group: Any, gather: Callable[..., None], *prefetch: Any) -> None:
+        """Backward has come to a unit, once for each of its outputs: it has left the one that it was in."""
+        before, self._in_backward = self._in_backward, group
+        if before is not group and before is not None:
+            before.post_backward()
+        gather(*prefetch)
 
     def _shard_of(self, rank: int) -> Shard:
         """Rows of parameters as ``fully_shard`` cuts them; the rest is rank 0's. Padding is the last owner's."""
@@ -902,6 +914,11 @@ def _put(top: nn.Module, made: dict[int, nn.Parameter]) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in made:
                 module._parameters[name] = made[id(parameter)]
+
+
+def _as_they_are(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """In the place of ``fully_shard``'s views of what a unit is called with."""
+    return args, kwargs
 
 
 def _rows_of(shape: Sequence[int], rank: int, size: int) -> tuple[int, int]:

@@ -1,0 +1,94 @@
+"""Whether a job's loss is the mean over its samples, as steps that are cut into microbatches take it to be.
+
+Leaves are weighted by their samples. What divides by something else (class weights, the tokens that count), by nothing
+(``reduction="sum"``), or compares samples with one another gives other gradients in microbatches than in whole batches,
+here as in any loop that accumulates them, and every number looks well.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset, default_collate
+
+from w5xde_async.compute.batch import map_tensors
+from w5xde_async.job import Job, first_samples, step_function
+from w5xde_async.randomness import has_drawn, random_state, seed_all
+from w5xde_async.users_code import users_code
+
+_SAMPLES = (8, 4, 2)  # looked at: as many as are quick
+_MOST_FLOPS = 2 * 10**10  # forward passes of all that is looked at: half a second
+_MOST_PARAMETERS = 50_000_000  # of a model that is copied
+_MOST_READING_S = 0.3
+_ROUNDING = 1e-3  # of the loss: rounding is a hundredth of it, and class weights hardly ever so little
+
+
+def what_is_no_mean(job: Job, model: nn.Module, step_flops: int) -> str | None:
+    """What to say where the loss of some samples is not the mean of the losses of their parts; None where it is, where
+    a step is one microbatch, and where nothing can be said: the step draws random numbers, raises, or is long.
+
+    ``model``: the job's, which is copied, on the CPU; the copy is in evaluation mode, in which samples do not meet in
+    batch norm. ``step_flops``: of a step; 0 where they could not be counted, and nothing is looked at.
+    """
+    if job.batch_size <= job.microbatch_samples or not step_flops:
+        return None
+    if sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
+        return None
+    with suppress(Exception), users_code(), random_state():
+        # Forward is a third of a step, and all samples are in two passes: whole, and in parts.
+        most = min(job.batch_size, 1.5 * _MOST_FLOPS * job.batch_size / step_flops)
+        samples = next((number for number in _SAMPLES if number <= most), 0)
+        batch_of = _batches(job, samples) if samples else None
+        if batch_of is None:
+            return None
+        part = 2 if samples == _SAMPLES[0] else 1
+        whole, *parts = _losses(
+            job, model, [batch_of(0, samples), *(batch_of(at, at + part) for at in range(0, samples, part))]
+        )
+        mean = math.fsum(parts) / len(parts)
+        size = max(abs(whole), math.fsum(map(abs, parts)) / len(parts))
+        if not math.isfinite(whole) or abs(whole - mean) <= _ROUNDING * size:
+            return None
+        return (
+            f"the loss of the first {samples} samples is {whole:.4g}, and {mean:.4g} is the mean of those of their "
+            f"parts of {part}: it is no mean over samples (class weights, ignore_index, reduction='sum', a mean over "
+            f"tokens, samples compared with one another), so that steps of {job.batch_size} samples in microbatches of "
+            f"{job.microbatch_samples} train otherwise than whole; microbatch_size={job.batch_size} keeps them whole"
+        )
+    return None
+
+
+def _batches(job: Job, count: int) -> Callable[[int, int], Any] | None:
+    """What collates some of the first samples; None where reading them takes long."""
+    if type(job.dataset) is TensorDataset and job.collate is None:
+        tensors = job.dataset.tensors
+        return lambda begin, end: tuple(tensor[begin:end].clone() for tensor in tensors)
+    began = time.monotonic()
+    first_samples(job, 1)
+    if (time.monotonic() - began) * count > _MOST_READING_S:
+        return None
+    samples, collate = first_samples(job, count), job.collate or default_collate
+    return lambda begin, end: collate(samples[begin:end])
+
+
+def _losses(job: Job, model: nn.Module, batches: list[Any]) -> list[float]:
+    """Raises ValueError where the step draws random numbers."""
+    model, step = copy.deepcopy(model).eval(), step_function(job)
+    found: list[float] = []
+    device = torch.device("cpu")
+    with torch.no_grad():
+        for batch in batches:
+            with random_state() as state:
+                seed_all(job.seed, python=False)
+                loss: Any = step(model, map_tensors(batch, torch.clone))[0]
+                if has_drawn(device) or not state.unmoved():
+                    raise ValueError("it draws random numbers")
+            found.append(float(loss))
+    return found

@@ -1,0 +1,123 @@
+"""A loss that is no mean over samples is told of at the start, and no other one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from w5xde_async import Job
+from w5xde_async.compute.mean_over_samples import what_is_no_mean
+from w5xde_async.job import build_model
+
+_LABELS = torch.arange(64) * 5 % 7 % 2
+_DATA = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), _LABELS)
+_WEIGHTS = torch.tensor([1.0, 10.0])
+
+
+def _of_first(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda out, labels: loss(out[:, 0], labels.float())
+
+
+def _smooth(model: nn.Module, batch: Any) -> Tensor:
+    penalty = sum(parameter.square().sum() for parameter in model.parameters())
+    return functional.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1) + 0.1 * penalty
+
+
+def _contrastive(model: nn.Module, batch: Any) -> Tensor:
+    rows = functional.normalize(model(batch[0]), dim=-1)
+    return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+def _noisy(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0] + torch.randn_like(batch[0])), batch[1])
+
+
+def _failing(model: nn.Module, batch: Any) -> Tensor:
+    raise ArithmeticError("not on this machine")
+
+
+def _job(loss: Any = None, step: Any = None, **changed: Any) -> Job:
+    job = Job(
+        model=lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)),
+        dataset=_DATA, loss=loss, step=step, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        batch_size=16, microbatch_size=4, epochs=1,
+    )  # fmt: skip
+    return replace(job, **changed)
+
+
+def _told(job: Job) -> str | None:
+    return what_is_no_mean(job, build_model(job), 1 << 20)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        _job(nn.CrossEntropyLoss(weight=_WEIGHTS)),
+        _job(nn.CrossEntropyLoss(ignore_index=1)),
+        _job(nn.CrossEntropyLoss(reduction="sum")),
+        _job(lambda out, labels: functional.cross_entropy(out, labels, weight=_WEIGHTS)),
+        _job(_of_first(lambda out, labels: functional.mse_loss(out, labels).sqrt())),
+        _job(step=_contrastive),
+        _job(nn.CrossEntropyLoss(weight=_WEIGHTS), dataset=[_DATA[at] for at in range(64)]),
+        _job(nn.CrossEntropyLoss(weight=_WEIGHTS), precision="bf16"),
+    ],
+    ids=["weights", "ignored", "sum", "function", "root", "contrastive", "samples", "bf16"],
+)
+def test_what_is_no_mean_is_told(job: Job) -> None:
+    told = _told(job)
+    assert told is not None
+    assert "of the first 8 samples is" in told
+    assert "it is no mean over samples" in told
+    assert "microbatch_size=16 keeps them whole" in told
+    assert _told(replace(job, microbatch_size=16)) is None
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        _job(nn.CrossEntropyLoss()),
+        _job(_of_first(nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)))),
+        _job(lambda out, labels: functional.kl_div(out.log_softmax(1), out.softmax(1).detach(), reduction="batchmean")),
+        _job(step=_smooth),
+        _job(step=_noisy),
+        _job(step=_failing),
+        _job(nn.CrossEntropyLoss(), precision="bf16"),
+    ],
+    ids=["mean", "weighted sample by sample", "batchmean", "penalty", "noisy", "failing", "bf16"],
+)
+def test_nothing_is_told_of_others(job: Job) -> None:
+    assert _told(job) is None
+
+
+def test_what_takes_long_is_not_looked_at() -> None:
+    calls = 0
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += batch[0].device.type == "cpu"
+        return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    job = _job(step=step)
+    assert what_is_no_mean(job, build_model(job), 10**14) is None
+    assert what_is_no_mean(job, build_model(job), 0) is None  # could not be counted
+    assert calls == 0
+    assert what_is_no_mean(job, build_model(job), 10**6) is not None
+    assert calls == 5
+
+
+def test_neither_the_model_nor_the_random_state_is_changed() -> None:
+    job = _job(nn.CrossEntropyLoss(weight=_WEIGHTS))
+    model = build_model(job)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    assert what_is_no_mean(job, model, 1 << 20) is not None
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
