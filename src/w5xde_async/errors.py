@@ -104,6 +104,9 @@ class LocalError(W5xdeError):
     """Our bug or our machine's failure."""
 
 
+LACKS_MEMORY = "this process may have no more memory: raise its limit (ulimit -v, or the container's), or free some"
+
+
 class ProtocolViolation(LocalError):
     """Our own side was about to break the protocol."""
 
@@ -252,16 +255,20 @@ class LinkLost(W5xdeError):
 
 
 class Unreachable(LinkLost):
-    """Nothing answered within the deadline. ``heard``: what a coordinator that was lost did when last heard of;
-    ``advice``: what to do, where that is not to look at the address and the network."""
+    """Nothing answered within the deadline, or (``answered``) nobody was taken in. ``heard``: what a coordinator that
+    was lost did when last heard of; ``advice``: what to do, where that is not to look at the address and the network.
+    """
 
-    def __init__(self, peer: str, reason: str, waited_s: float, heard: str = "", advice: str = "") -> None:
+    def __init__(
+        self, peer: str, reason: str, waited_s: float, heard: str = "", advice: str = "", *, answered: bool = False
+    ) -> None:
         super().__init__(peer, reason)
         self.waited_s, self.heard = waited_s, heard
         advice = advice or "check the address, that the coordinator runs, and the firewall between"
         if heard:
             advice = f"when it was last heard of it was at {heard}, and it may have ended since"
-        self.args = (f"no coordinator reachable at {peer} within {waited_s:.0f} s ({reason}); {advice}",)
+        what = "not taken in by the coordinator at" if answered else "no coordinator reachable at"
+        self.args = (f"{what} {peer} within {waited_s:.0f} s ({reason}); {advice}",)
 
 
 class Refused(W5xdeError):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from w5xde_async.errors import JobError, UsageError, in_one_line
+from w5xde_async.errors import LACKS_MEMORY, JobError, LocalError, UsageError, in_one_line
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import is_interrupt
 
@@ -345,6 +345,8 @@ def _as_job_errors(
     except BaseException as error:
         if is_interrupt(error) or isinstance(error, passed_on):
             raise
+        if isinstance(error, MemoryError):
+            raise LocalError(f"{what} of the job ({reference}): {LACKS_MEMORY}") from error
         raise JobError(reference, f"{what} raised {in_one_line(error)}", hint) from error
 
 

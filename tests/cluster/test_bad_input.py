@@ -980,6 +980,14 @@ def plus_bias() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 4))
 
 
+def halved(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def annealed(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2)
+
+
 def adam(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(module.parameters())
 
@@ -993,6 +1001,7 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
         ({"shuffle": False}, "shuffle was True"),
         ({"precision": "bf16"}, "precision was 'fp32'"),
         ({"optimizer": adam}, "optimizer was 'SGD'"),
+        ({"scheduler": halved}, "scheduler was 'none' when its checkpoint was written and is 'StepLR' now"),
         ({"model": plus_bias}, "tensor '0.bias' there is '1.weight' here"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -1009,6 +1018,15 @@ async def test_another_job_is_not_resumed_and_nothing_is_lost(
     assert "--resume never" in str(caught.value)
     assert sorted(path.name for path in run.rglob("*")) == before
     assert (await train(run_dir=run)).digest == expected()
+
+
+async def test_a_scheduler_of_another_class_would_take_up_what_is_not_its_own(tmp_path: Path) -> None:
+    """Its settings are the checkpoint's: a rate that had ended at 0 stayed there without a word."""
+    run = tmp_path / "run"
+    await train(tiny(scheduler=annealed), max_steps=2, run_dir=run)
+    with pytest.raises(CheckpointMismatch, match=r"scheduler was 'CosineAnnealingLR' when .* and is 'StepLR' now"):
+        await started(tiny(scheduler=halved), run_dir=run).start()
+    assert (await train(tiny(scheduler=annealed), max_steps=3, run_dir=run)).step == 3
 
 
 @pytest.mark.parametrize("later", [10, 60])

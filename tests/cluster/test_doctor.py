@@ -113,8 +113,8 @@ async def test_what_is_no_coordinator_is_none() -> None:
 
     async with await asyncio.start_server(web, "127.0.0.1", 0) as server:
         code, found = await examined(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    assert (code, list(found)[-1]) == (ExitCode.AUTHENTICATION, "secret")
-    assert "may be no coordinator" in str(found["secret"])
+    assert (code, list(found)[-1]) == (ExitCode.UNREACHABLE, "answer")
+    assert "may be no coordinator" in str(found["answer"])
 
 
 @pytest.mark.parametrize("tls", [True, False])

@@ -81,16 +81,17 @@ def worker(start: Any, address: str, *arguments: str, job: str = JOB, **kwargs: 
 def test_an_island_without_the_jobs_code_has_the_digest_of_one_process(
     start: Any, tmp_path: Path, name: str, shape: str
 ) -> None:
+    """It may be there before its coordinator is: where that is, and so what the island may do, the join file says."""
     torch.set_num_threads(1)
     module, given = ("jobs", "mlp_adamw") if name == "mlp" else ("programs", "gpt")
+    join = str(tmp_path / "join")
+    island = start(
+        "w5xde_async.worker", "--join-file", join, "--threads", "1", "--log-format", "json", "--island", *shape.split()
+    )  # fmt: skip
     program = start(
         "w5xde_async.coordinator", f"{ROOT}/tests/support/{module}.py:{given}", "--port", "0", "--log-format", "json",
-        "--run-dir", str(tmp_path / "run"),
+        "--run-dir", str(tmp_path / "run"), "--join-file", join,
         code_free=True,
-    )  # fmt: skip
-    address = program.wait_for("run_started")["address"]
-    island = start(
-        "w5xde_async.worker", "--server", address, "--threads", "1", "--log-format", "json", "--island", *shape.split()
     )  # fmt: skip
     assert digest(program) == asyncio.run(train(TRACEABLE[name])).digest
     assert island.finish() == 0, "".join(island.text)

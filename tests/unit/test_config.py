@@ -131,6 +131,8 @@ def test_messages_hold_the_longest_durations_that_configs_take() -> None:
 def test_a_field_of_another_type_is_not_its_default() -> None:
     with pytest.raises(UsageError, match=r"^port is 5555\.0; give a whole number"):
         CoordinatorConfig(port=5555.0)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"update is 'async'; give UpdateConfig\(...\)"):
+        CoordinatorConfig(update="async")  # type: ignore[arg-type]
 
 
 def test_a_default_that_would_not_be_accepted_stands_for_not_set() -> None:

@@ -23,6 +23,7 @@ from w5xde_async.net.join import Invitation, write_private_line
 from w5xde_async.net.link import Link
 from w5xde_async.net.tls import TlsFiles, client_context, own_certificate, server_context
 from w5xde_async.runtime import Runtime
+from w5xde_async.wire.messages import Volunteer
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection import dialing
 from w5xde_async.worker.connection import target as target_module
@@ -125,6 +126,49 @@ def test_a_join_file_may_come_late(run: Any, tmp_path: Path, caplog: pytest.LogC
     assert all("join file" in line and "not there yet" in line for line in said)
     left = [float(re.findall(r"gives_up_in_s=(\d+)", line)[0]) for line in said]
     assert left == pytest.approx([270, 240, 210], abs=8)
+
+
+def test_where_it_is_may_be_waited_for_alone(run: Any, tmp_path: Path) -> None:
+    """What a worker may do follows from it, as whether its program needs a sandbox."""
+    path = tmp_path / "join"
+
+    async def main(world: World) -> None:
+        dialer = world.dialer(join_file=path)
+        world.later(100, write_private_line, path, _invitation(("127.0.0.1", 77)))
+        await dialer.find()
+        assert dialer.is_here
+        assert 100 < world.loop.time() < 104
+        assert not world.tried
+        with pytest.raises(Unreachable, match=r"join file .* is not there yet"):
+            await world.dialer(join_file=tmp_path / "none", limit_s=20.0).find()
+
+    run(main)
+
+
+def test_who_was_answered_does_not_say_that_nobody_did(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member of an island is kept waiting for the others, for as long as its last attempt lasts."""
+
+    async def talk(*_: Any, **__: Any) -> Any:
+        await asyncio.sleep(5.0)
+        raise Refused(RefusalCode.RUN_FULL, "1 of 2 members are here", "start the others")
+
+    async def connect(*_: Any, **__: Any) -> Any:
+        return HungUp()
+
+    monkeypatch.setattr("w5xde_async.worker.connection.dialing.meet", talk)
+
+    async def main(world: World) -> None:
+        runtime = Runtime(clock=world.loop.time, connect=connect)
+        for limit_s in (13.0, 17.0, 20.0):
+            config = WorkerConfig(connect_timeout_s=limit_s, device="cpu")
+            with pytest.raises(Unreachable) as caught:
+                await Dialer("127.0.0.1:77", config, runtime).meet(Volunteer("dp=2", 2, "", 1))
+            assert str(caught.value) == (
+                f"not taken in by the coordinator at 127.0.0.1:77 within {limit_s:.0f} s (1 of 2 members are here); "
+                "start the others"
+            )
+
+    run(main)
 
 
 class HungUp:

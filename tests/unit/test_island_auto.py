@@ -144,7 +144,7 @@ async def test_what_fits_is_started(job: str, mode: str, started: list[Any], mon
 
 def test_a_coordinators_program_is_not_looked_at_where_it_needs_a_sandbox() -> None:
     with pytest.raises(UsageError, match="--sandbox off"):
-        chosen("--server", "192.0.2.1:5555", "--insecure")
+        asyncio.run(chosen("--server", "192.0.2.1:5555", "--insecure")())
 
 
 def test_ranks_that_are_started_need_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:

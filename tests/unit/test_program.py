@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,22 @@ def test_random_numbers_of_python_and_numpy_are_refused_where_they_change_nothin
         return loss_of(model, batch) * (2 if draw() < 1e-9 else 1)
 
     assert "Python's or numpy's random numbers" in refusal_of(lambda: nn.Linear(6, 3), step).reason
+
+
+def test_a_draw_of_somebody_else_is_none_of_the_steps() -> None:
+    """As of the program that embeds the coordinator; and what is traced has the same bits for all that."""
+    calls = 0
+
+    def step(model: Any, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            thread = threading.Thread(target=random.random)
+            thread.start()
+            thread.join()
+        return loss_of(model, batch)
+
+    assert trace_of(job_of(lambda: nn.Linear(6, 3), step)) == trace_of(job_of(lambda: nn.Linear(6, 3), loss_of))
 
 
 def in_autocast(model: Any, batch: Any) -> Any:

@@ -41,6 +41,8 @@ _RESTARTS, _RESTART_WINDOW_S, _RESTART_DELAY_S = 3, 60.0, 0.25
 _LOST_S = 30.0  # so long a worker that has lost its link may take to come back: it tries every few seconds
 _JOINS_S = 60.0  # until one that has not joined is told of
 _LOOKS_S = 1.0  # between two looks whether a process is gone of which the event loop has heard nothing
+#: What a library that ends its process (SIGABRT) most often lacks.
+_ABORTED = " (as for lack of threads or memory: ulimit -u, ulimit -v)"
 _HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
 _SECRETS = ("W5XDE_TOKEN", "W5XDE_TOKEN_FILE", "W5XDE_JOIN", "W5XDE_JOIN_FILE")
 _LINE_BYTES = 1 << 20
@@ -269,6 +271,7 @@ class LocalWorkers:
                 how = "has ended, how is not known (the job ignores SIGCHLD or waits for processes of others),"
             else:
                 how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+                how += _ABORTED if code == -6 else ""
             said = "".join(f"\n  {line}" for line in words)
             if code in _HOPELESS:
                 return self._give_up(name, how, said)

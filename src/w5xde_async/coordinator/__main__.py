@@ -116,6 +116,7 @@ def _prepare(
 
     async def trained(job: Job) -> int:
         from w5xde_async.coordinator.service import Coordinator
+        from w5xde_async.store.rundir import Superseded
 
         bus = Bus()
         bus.subscribe(progress)
@@ -163,6 +164,9 @@ def _prepare(
             unfinished, when = True, "When that is mended, go on from here:"
             try:
                 unfinished, when = (await coordinator.wait()).outcome != "finished", "To go on from here:"
+            except Superseded:
+                unfinished = False  # another coordinator goes on
+                raise
             finally:
                 again = _goes_on(
                     prog, arguments, config.resume, kept=settings.exit_with_stdin, environment=settings.environment

@@ -215,8 +215,7 @@ class Doctor:
             raise _Over from None
         except W5xdeError as error:
             advice = "what listens there may be no coordinator, or want TLS: use its join file"
-            code = ExitCode.UNREACHABLE if isinstance(error, LinkLost) else ExitCode.AUTHENTICATION
-            self._failed("secret", str(error), advice, code)
+            self._failed("answer", str(error), advice)
             raise _Over from None
         self._found("secret", "both sides know it" if config.token else "none is asked for")
 

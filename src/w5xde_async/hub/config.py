@@ -96,6 +96,9 @@ class NetworkConfig(SecurityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, kind in (("update", UpdateConfig), ("pacing", PacingConfig)):
+            given = getattr(self, name)
+            need(isinstance(given, kind), f"{name} is {given!r:.200}; give {kind.__name__}(...)")
         object.__setattr__(self, "host", bare_host(self.host, place="--host"))
         need(
             self.min_workers <= self.max_workers,

@@ -360,16 +360,18 @@ def _choose(
 
     job = None if settings.job is None else load_job(settings.job)
     dialer = Dialer(server, config, Runtime(), join_file=settings.join_file)
-    if job is None and (config.sandbox == "on" or (config.sandbox == "auto" and not dialer.is_here)):
-        raise UsageError(
-            "--island auto measures the coordinator's program without a sandbox: give --sandbox off where you trust "
-            "the coordinator, or --job, or the island's shape"
-        )
 
     async def measured() -> tuple[Measured, bool]:
         """And whether the run takes islands, as far as is known."""
         if job is not None:
             return await asyncio.to_thread(Survey, job), True
+        if config.sandbox == "auto":
+            await dialer.find()
+        if config.sandbox == "on" or (config.sandbox == "auto" and not dialer.is_here):
+            raise UsageError(
+                "--island auto measures the coordinator's program without a sandbox: give --sandbox off where you "
+                "trust the coordinator, or --job, or the island's shape"
+            )
         seen = await look(dialer)
         return await asyncio.to_thread(ProgramSurvey, seen.program, seen.layout, seen.spec), seen.takes_islands
 
@@ -412,12 +414,6 @@ def _supervise(
     interface = settings.island_interface
     host = "" if interface is None else address_of(interface)
     dialer = Dialer(server, config, Runtime(), join_file=settings.join_file)
-    if member and interface is None and not dialer.is_here:
-        raise UsageError(
-            "the ranks of an island speak to each other without any protection: name the network interface that you "
-            "trust with it (--island-interface)"
-        )
-
     cores = usable_cores()
 
     async def meet(volunteer: Volunteer) -> Rendezvous:
@@ -425,6 +421,12 @@ def _supervise(
         return await dialer.meet(volunteer)
 
     async def supervise() -> int:
+        await dialer.find()  # what its ranks may do follows from where the coordinator is
+        if member and interface is None and not dialer.is_here:
+            raise UsageError(
+                "the ranks of an island speak to each other without any protection: name the network interface that "
+                "you trust with it (--island-interface)"
+            )
         threads = cores if member else max(1, cores // shape.ranks)
         processes = IslandProcesses(shape, arguments, threads=threads, meet=meet if member else None, host=host)
         async with _asked(processes.leave, settings.watch_preemption):

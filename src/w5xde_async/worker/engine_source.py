@@ -16,7 +16,15 @@ from w5xde_async.compute.program.form import Document, Program, parse
 from w5xde_async.compute.program.program_job import ProgramJob, device_memory_bytes
 from w5xde_async.compute.program.sandbox import Computing, Sandbox, Sandboxed
 from w5xde_async.compute.program.switches import Switched
-from w5xde_async.errors import MalformedFrame, RefusalCode, Refused, UsageError, W5xdeError
+from w5xde_async.errors import (
+    LACKS_MEMORY,
+    LocalError,
+    MalformedFrame,
+    RefusalCode,
+    Refused,
+    UsageError,
+    W5xdeError,
+)
 from w5xde_async.job import Job
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.parallel.engine import IslandEngine, Traced
@@ -209,6 +217,8 @@ class EngineSource:
             return engine
         except W5xdeError:
             raise
+        except MemoryError as error:
+            raise LocalError(f"building the job's model: {LACKS_MEMORY} ({error})") from error
         except Exception as error:
             raise UsageError(f"building the job's model raised {type(error).__name__}: {error}") from error
 

@@ -240,7 +240,7 @@ def _position(record: Record) -> Position | None:
 
 def _identity(spec: RunSpec, strategy: Strategy) -> dict[str, Any]:
     """What must be the same for a run to go on, by the name that a person knows it by."""
-    job = spec.job
+    job, scheduler = spec.job, strategy.rule.scheduler
     return {
         "dataset length": job.num_samples if job.streamed else spec.sampler.num_samples,  # as the run goes by it
         "batch_size": job.batch_size,
@@ -252,6 +252,7 @@ def _identity(spec: RunSpec, strategy: Strategy) -> dict[str, Any]:
         "precision": job.precision,
         **({"shuffle_buffer": job.shuffle_buffer} if job.streamed and job.shuffle else {}),
         "optimizer": type(strategy.rule.optimizer).__name__,
+        "scheduler": "none" if scheduler is None else ", ".join(type(part).__name__ for part in parts_of(scheduler)),
         "update rule": strategy.rule.name,
     }
 
@@ -279,10 +280,12 @@ def _restore(
     difference = spec.layout.first_difference(theirs)
     if difference:
         raise CheckpointMismatch(
-            where, f"its checkpoint is of another model ({difference}; there: the checkpoint); {fresh}"
-        )  # fmt: skip
+            where,
+            f"its checkpoint is of another model ({difference}; there: the checkpoint); {fresh}; a run in another "
+            f"--run-dir begins with its weights by --init-from {directory.path / 'model.safetensors'}",
+        )
     for name, value in _identity(spec, strategy).items():
-        if identity.get(name) != value:
+        if identity.get(name) != value and (name != "scheduler" or name in identity):  # older ones do not say it
             raise CheckpointMismatch(
                 where,
                 f"{name} was {identity.get(name)!r} when its checkpoint was written and is {value!r} now; {fresh}",

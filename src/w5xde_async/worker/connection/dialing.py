@@ -54,7 +54,11 @@ _TRY_AGAIN = (RefusalCode.SHUTTING_DOWN, RefusalCode.RUN_FULL, RefusalCode.TERM)
 
 
 class _NotNow(W5xdeError):
-    """The coordinator answered but cannot take us now."""
+    """The coordinator answered but cannot take us now. Field: ``hint``, what it says is to be done."""
+
+    def __init__(self, reason: str, hint: str = "") -> None:
+        self.hint = hint
+        super().__init__(reason)
 
 
 class _Foreign(W5xdeError):
@@ -98,6 +102,7 @@ class Dialer:
         self._heard = ""  # what the last coordinator said that it did
         self._failed_links = 0  # in a row: ended without a goodbye and without a lease that was applied
         self._reason = ""  # why the last attempt failed
+        self._refused: _NotNow | None = None  # what the coordinator said then, if it answered
         self._lacks_tls = False  # so it seems, since the last attempt
 
     @property
@@ -118,6 +123,8 @@ class Dialer:
     def unreachable(self, waited_s: float) -> Unreachable:
         """What to raise after so long."""
         reason = self._reason or "no answer so far"
+        if self._refused is not None:
+            return Unreachable(str(self._target), reason, waited_s, advice=self._refused.hint, answered=True)
         if self._target is not None or self._join_file is None:
             return Unreachable(str(self._target or ""), reason, waited_s, self._heard)
         advice = "start the coordinator, which writes it, or name the file of another (--join-file)"
@@ -141,6 +148,14 @@ class Dialer:
             self._failed_links = 0  # another coordinator: the last link ended with its own, through no fault of ours
         self._terms[welcome.run_id] = welcome.term
         return joined
+
+    async def find(self) -> None:
+        """Wait until an address is known: a join file may be there late. Raises Unreachable, UsageError."""
+
+        async def nothing_more(_: float) -> None:
+            return None
+
+        await self._again_and_again(nothing_more)
 
     async def meet(self, volunteer: Volunteer) -> Rendezvous:
         """Hear where the other ranks of an island are; tried again until ``connect_timeout_s`` is over.
@@ -172,10 +187,12 @@ class Dialer:
                 self._hung_up = 0
                 return found
             except TimeoutError:
+                if self._refused is not None:  # which takes a while, and there was none left
+                    raise self._refused from None
                 raise LinkLost(link.peer, "it accepted the connection and then said nothing") from None
             except Refused as error:
                 if error.code in _TRY_AGAIN:
-                    raise _NotNow(error.reason) from None
+                    raise _NotNow(error.reason, error.hint) from None
                 raise
             except BaseException as error:
                 self._explain(error, link)
@@ -203,6 +220,7 @@ class Dialer:
                 return await attempt_once(max(limit - (clock() - began), 0.5))
             except (LinkLost, _NotNow, _Foreign, RemoteError) as error:
                 self._reason = error.reason if isinstance(error, LinkLost) else str(error)
+                self._refused = error if isinstance(error, _NotNow) and error.hint else None
                 left_s, foreign = limit - (clock() - began), isinstance(error, _Foreign)
                 if left_s <= 0:
                     raise (error.refused if isinstance(error, _Foreign) else self.unreachable(limit)) from error
