@@ -102,6 +102,7 @@ async def test_a_job_whose_settings_were_changed_is_told_that_the_checkpoint_cou
 
     _, said = await run(job(another), tmp_path / "run", max_steps=6)
     assert "step_size" not in said  # which it has not
+    assert "the scheduler was StepLR and is ExponentialLR now: it goes on from the rates" in said
     _, said = await run(job(halved), tmp_path / "run")
     assert "counts, not" not in said
 

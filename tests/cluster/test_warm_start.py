@@ -217,11 +217,10 @@ async def test_what_followed_from_the_arithmetic_is_kept_over_a_resume(
 
 
 @pytest.mark.parametrize(("rows", "width", "given", "one"), [
-    (1, 8, None, True), (1, 900, None, True), (2_000_000, 8, None, False), (1, 2048, None, False), (1, 8, 4, True),
-    (1, 2048, 4, True), (2_000_000, 8, 4, False),
+    (1, 8, None, True), (1, 900, None, True), (2_000_000, 8, None, False), (1, 2048, None, False), (1, 8, 4, False),
 ])  # fmt: skip
 async def test_whether_one_thread_computes_a_leaf(rows: int, width: int, given: int | None, one: bool) -> None:
-    """Not where there is much to compute, nor much to clear and to add; whoever chose how many samples it has."""
+    """Not where there is much to compute, nor much to clear and to add, nor where nothing was counted."""
 
     def model() -> nn.Module:
         wide = nn.Linear(width, width, bias=False).requires_grad_(False)

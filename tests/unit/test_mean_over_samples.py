@@ -73,7 +73,7 @@ def _told(job: Job) -> str | None:
 def test_what_is_no_mean_is_told(job: Job) -> None:
     told = _told(job)
     assert told is not None
-    assert "of the first 8 samples is" in told
+    assert "the loss of the first 8 samples is" in told
     assert "it is no mean over samples" in told
     assert "microbatch_size=16 keeps them whole" in told
     assert _told(replace(job, microbatch_size=16)) is None
@@ -96,6 +96,24 @@ def test_nothing_is_told_of_others(job: Job) -> None:
     assert _told(job) is None
 
 
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (nn.CrossEntropyLoss(weight=_WEIGHTS), "the job's CrossEntropyLoss divides by the weights of the classes"),
+        (nn.NLLLoss(ignore_index=0), "the job's NLLLoss leaves out ignore_index=0"),
+        (nn.MSELoss(reduction="sum"), "the job's MSELoss has reduction='sum'"),
+        (nn.CrossEntropyLoss(), None),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)), None),
+        (nn.MSELoss(), None),
+        (functional.cross_entropy, None),
+    ],
+)
+def test_where_no_step_is_tried_a_loss_of_torchs_says_it_itself(loss: Any, says: str | None) -> None:
+    job = _job(loss)
+    told = what_is_no_mean(job, build_model(job), 0)
+    assert (told or "").partition(":")[0] == (says or "")
+
+
 def test_what_takes_long_is_not_looked_at() -> None:
     calls = 0
 
@@ -106,7 +124,7 @@ def test_what_takes_long_is_not_looked_at() -> None:
 
     job = _job(step=step)
     assert what_is_no_mean(job, build_model(job), 10**14) is None
-    assert what_is_no_mean(job, build_model(job), 0) is None  # could not be counted
+    assert what_is_no_mean(job, build_model(job), 0) is None  # it was not tried
     assert calls == 0
     assert what_is_no_mean(job, build_model(job), 10**6) is not None
     assert calls == 5

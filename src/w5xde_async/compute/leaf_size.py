@@ -54,11 +54,11 @@ def with_leaf_size(job: Job, model: nn.Module) -> Sized:
     """
     if job.microbatch_size is not None:
         return Sized(job)
-    counted, step = count(job, model), 0
+    counted, step = _counted(job, model), 0
     if counted is None:
         leaves, reason = _MOST, "operations of the model could not be counted"
     else:
-        step = int(counted * job.batch_size)
+        step = counted * job.batch_size // _PROBED
         leaves = min(_MOST, max(_FEWEST, step // WORTH_FLOPS)) if step >= WORTH_SHARING_FLOPS else 1
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         leaves = min(leaves, max(1, step // max(1, WORTH_FLOPS_A_PARAMETER * trained)))
@@ -67,19 +67,19 @@ def with_leaf_size(job: Job, model: nn.Module) -> Sized:
     return Sized(replace(job, microbatch_size=size), reason, step)
 
 
-def count(job: Job, model: nn.Module) -> float | None:
-    """Operations of a sample's step; None where the step runs neither on tensors without memory nor, for a small model,
-    on a copy with its values: a step that looks at these does there."""
+def _counted(job: Job, model: nn.Module) -> int | None:
+    """Of ``_PROBED`` samples; None where the step runs neither on tensors without memory nor, for a small model, on a
+    copy with its values: a step that looks at these does there."""
     with suppress(Exception), users_code(), random_state():
         batch = _probe(job)
         with suppress(Exception):
             copied = copy.deepcopy(model, _without_memory(model))
-            return count_step(lambda: step_function(job)(copied, map_tensors(batch, _emptied))) / _PROBED
+            return count_step(lambda: step_function(job)(copied, map_tensors(batch, _emptied)))
         if sum(parameter.numel() for parameter in model.parameters()) <= _TRIED_PARAMETERS:
             for kept in (saved_tensors_hooks(_nothing, _gone), nullcontext()):  # a step may go back within itself
                 with suppress(Exception), kept:
                     seed_all(job.seed)
-                    return count_step(lambda: step_function(job)(copy.deepcopy(model), batch)) / _PROBED
+                    return count_step(lambda: step_function(job)(copy.deepcopy(model), batch))
     return None
 
 

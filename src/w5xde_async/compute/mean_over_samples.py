@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.loss import _Loss
 from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import map_tensors
@@ -24,21 +25,46 @@ from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.users_code import users_code
 
 _SAMPLES = (8, 4, 2)  # looked at: as many as are quick
-_MOST_FLOPS = 2 * 10**10  # forward passes of all that is looked at: half a second
+_MOST_FLOPS = 2 * 10**10  # forward passes of all that is looked at, which are less than a step in any case
 _MOST_PARAMETERS = 50_000_000  # of a model that is copied
 _MOST_READING_S = 0.3
 _ROUNDING = 1e-3  # of the loss: rounding is a hundredth of it, and class weights hardly ever so little
 
 
 def what_is_no_mean(job: Job, model: nn.Module, step_flops: int) -> str | None:
-    """What to say where the loss of some samples is not the mean of the losses of their parts; None where it is, where
-    a step is one microbatch, and where nothing can be said: the step draws random numbers, raises, or is long.
+    """What to say of a loss that is no mean over samples; None where it is, where a step is one microbatch, and where
+    nothing can be said.
 
-    ``model``: the job's, which is copied, on the CPU; the copy is in evaluation mode, in which samples do not meet in
-    batch norm. ``step_flops``: of a step; 0 where they could not be counted, and nothing is looked at.
+    ``model``: the job's, on the CPU; it is copied, not changed. ``step_flops``: of a step, where they were counted, to
+    which the step was run. Only then are losses of samples compared: no step is tried before the first one otherwise.
     """
-    if job.batch_size <= job.microbatch_samples or not step_flops:
+    if job.batch_size <= job.microbatch_samples:
         return None
+    told = _compared(job, model, step_flops) if step_flops else None
+    told = told or _said(job.loss)
+    return told and (
+        f"{told}: it is no mean over samples, so that steps of {job.batch_size} samples in microbatches of "
+        f"{job.microbatch_samples} train otherwise than whole; microbatch_size={job.batch_size} keeps them whole"
+    )
+
+
+def _said(loss: Any) -> str | None:
+    """What a loss of torch's says of itself."""
+    if not isinstance(loss, _Loss) or loss.reduction == "none":
+        return None
+    if loss.reduction == "sum":
+        return f"the job's {type(loss).__name__} has reduction='sum'"
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        if loss.weight is not None:
+            return f"the job's {type(loss).__name__} divides by the weights of the classes"
+        if loss.ignore_index >= 0:
+            return f"the job's {type(loss).__name__} leaves out ignore_index={loss.ignore_index}"
+    return None
+
+
+def _compared(job: Job, model: nn.Module, step_flops: int) -> str | None:
+    """Where the loss of some samples is not the mean of the losses of their parts. Nothing where the step draws random
+    numbers or raises, or that takes long. The model is in evaluation mode: samples do not meet in batch norm there."""
     if sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
         return None
     with suppress(Exception), users_code(), random_state():
@@ -54,13 +80,13 @@ def what_is_no_mean(job: Job, model: nn.Module, step_flops: int) -> str | None:
         )
         mean = math.fsum(parts) / len(parts)
         size = max(abs(whole), math.fsum(map(abs, parts)) / len(parts))
+        # A part may have no loss at all, NaN.
         if not math.isfinite(whole) or abs(whole - mean) <= _ROUNDING * size:
             return None
         return (
             f"the loss of the first {samples} samples is {whole:.4g}, and {mean:.4g} is the mean of those of their "
-            f"parts of {part}: it is no mean over samples (class weights, ignore_index, reduction='sum', a mean over "
-            f"tokens, samples compared with one another), so that steps of {job.batch_size} samples in microbatches of "
-            f"{job.microbatch_samples} train otherwise than whole; microbatch_size={job.batch_size} keeps them whole"
+            f"parts of {part} (class weights, ignore_index, reduction='sum', a mean over tokens, samples compared with "
+            "one another)"
         )
     return None
 

@@ -129,7 +129,11 @@ class FsdpEngine:
         self._lost: BaseException | None = None  # what an exchange raised: not the job's doing
         self._round: _Round | None = None
         self._now: _Running | None = None
-        self._in_backward: Any = None  # the unit, but for the root, that backward is in: its group of parameters
+        # Units but for the root, as ``fully_shard`` has them: groups of parameters.
+        self._came: dict[Any, int] = {}  # when forward came to each last
+        self._again: set[Any] = set()  # to which it came twice, and to others in between
+        self._in_forward: Any = None
+        self._in_backward: Any = None
 
     # -- parameters ----------------------------------------------------------------------------------------
 
@@ -233,7 +237,10 @@ class FsdpEngine:
 
     def _microbatch(self, piece: Any, weight: float, *, last: bool, current: _Round) -> tuple[Tensor, Any]:
         self._whole.set_requires_gradient_sync(last)
-        self._log, current.last_of_leaf, self._in_backward = [], last, None
+        self._log, current.last_of_leaf = [], last
+        self._came.clear()
+        self._again.clear()
+        self._in_forward = self._in_backward = None
         with nullcontext() if self._autocast is None else self._autocast():
             loss, metrics = self._whole(piece)
         loss = scalar_loss(loss)
@@ -355,9 +362,7 @@ class FsdpEngine:
         """One leaf's gradients of a unit from each rank: rows of ``given``, one for each rank."""
         step = _Reduce(unit)
         if step in self._log:
-            raise UsageError(
-                f"{unit.name!r} runs more than once in a forward pass; fsdp islands compute each unit once: use dp"
-            )
+            self._refuse_another_run(unit)
         self._log.append(step)
         current, now, size = self._round, self._now, self._group.size
         assert current is not None
@@ -451,9 +456,10 @@ class FsdpEngine:
             module.set_custom_reduce_scatter(cast(Any, unit.reduce))
             held: Any = module._get_fsdp_state()._fsdp_param_group
             if held is not None:
-                held._register_post_backward_hook = _as_they_are
-                if unit.module is not self._whole:  # which is over when all is
-                    held.pre_backward = partial(self._enter, held, held.pre_backward)
+                root = unit.module is self._whole  # which is over when all is
+                held._register_post_backward_hook = _as_they_are if root else partial(self._forward, held)
+                if not root:
+                    held.pre_backward = partial(self._backward, unit, held, held.pre_backward)
         self._widest = 1 + max(len(unit.parts) for unit in self._units)
         self._whole.set_reduce_scatter_unused_params(True)
         self._local: dict[int, Tensor] = {}
@@ -479,12 +485,31 @@ class FsdpEngine:
             else:
                 self._origin.append(self._state[index].detach())
 
-    def _enter(self, group: Any, gather: Callable[..., None], *prefetch: Any) -> None:
-        """Backward has come to a unit, once for each of its outputs: it has left the one that it was in."""
-        before, self._in_backward = self._in_backward, group
-        if before is not group and before is not None:
+    def _forward(self, held: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Forward has come to a unit. What it is called with stays as it is."""
+        if held is not self._in_forward and torch.is_grad_enabled():
+            if held in self._came:
+                self._again.add(held)
+            self._in_forward, self._came[held] = held, len(self._came) + len(self._again)
+        return args, kwargs
+
+    def _backward(self, unit: _Unit, held: Any, gather: Callable[..., None], *prefetch: Any) -> None:
+        """Backward has come to what a unit returned, once for each tensor: it has left the unit that it was in."""
+        before = self._in_backward
+        if before is not None and before is not held:
+            if self._came.get(held, 0) > self._came.get(before, 0):  # it returned what it was given
+                if held in self._again:
+                    self._refuse_another_run(unit)
+                return
             before.post_backward()
+        self._in_backward = held
         gather(*prefetch)
+
+    def _refuse_another_run(self, unit: _Unit) -> None:
+        raise UsageError(
+            f"{unit.name!r} runs more than once in a forward pass, and other units in between; fsdp islands compute "
+            "each unit once: use dp"
+        )
 
     def _shard_of(self, rank: int) -> Shard:
         """Rows of parameters as ``fully_shard`` cuts them; the rest is rank 0's. Padding is the last owner's."""

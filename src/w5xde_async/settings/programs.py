@@ -67,7 +67,7 @@ class CoordinatorSettings(Program):
         "threads of each of them",
         whole(1),
         "workers",
-        shown="cores / workers; 1 for short leaves",
+        shown="cores / workers; 1 for short leaves where microbatch_size is open",
     )
     name: str | None = setting(None, "name of the run", NAME, "files", shown="the job's file or module")
     run_dir: Path | None = setting(

@@ -65,7 +65,7 @@ class WorkerConfig(SecurityConfig):
         "torch's threads",
         whole(1),
         "machine",
-        shown="torch's choice, at most the container's cores; 1 for short leaves",
+        shown="torch's choice, at most the container's cores; 1 for short leaves where microbatch_size is open",
     )
     compile: bool = setting(False, "torch.compile the step where that pays; gives other bits", YES_OR_NO, "machine")
     deterministic: bool = setting(

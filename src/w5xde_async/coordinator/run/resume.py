@@ -240,7 +240,7 @@ def _position(record: Record) -> Position | None:
 
 def _identity(spec: RunSpec, strategy: Strategy) -> dict[str, Any]:
     """What must be the same for a run to go on, by the name that a person knows it by."""
-    job, scheduler = spec.job, strategy.rule.scheduler
+    job = spec.job
     return {
         "dataset length": job.num_samples if job.streamed else spec.sampler.num_samples,  # as the run goes by it
         "batch_size": job.batch_size,
@@ -252,9 +252,12 @@ def _identity(spec: RunSpec, strategy: Strategy) -> dict[str, Any]:
         "precision": job.precision,
         **({"shuffle_buffer": job.shuffle_buffer} if job.streamed and job.shuffle else {}),
         "optimizer": type(strategy.rule.optimizer).__name__,
-        "scheduler": "none" if scheduler is None else ", ".join(type(part).__name__ for part in parts_of(scheduler)),
         "update rule": strategy.rule.name,
     }
+
+
+def _classes(scheduler: Any) -> str:
+    return "none" if scheduler is None else ", ".join(type(part).__name__ for part in parts_of(scheduler))
 
 
 def _restore(
@@ -285,7 +288,7 @@ def _restore(
             f"--run-dir begins with its weights by --init-from {directory.path / 'model.safetensors'}",
         )
     for name, value in _identity(spec, strategy).items():
-        if identity.get(name) != value and (name != "scheduler" or name in identity):  # older ones do not say it
+        if identity.get(name) != value:
             raise CheckpointMismatch(
                 where,
                 f"{name} was {identity.get(name)!r} when its checkpoint was written and is {value!r} now; {fresh}",
@@ -312,6 +315,12 @@ def _restore(
     for entry, view in zip(spec.layout.entries, spec.state.views, strict=True):
         view.copy_(tensors[entry.name])
     ours = _hyperparameters(rule.optimizer, rule.scheduler)
+    classes = _classes(rule.scheduler), record.meta.get("scheduler", _classes(rule.scheduler))  # older ones lack it
+    if classes[0] != classes[1]:
+        notes.append(
+            f"the scheduler was {classes[1]} and is {classes[0]} now: it goes on from the rates and the count of "
+            "steps that the other left; --init-from begins a run with another"
+        )
     try:
         held = record.groups["rule"]
         own = {name: tensor.clone() for name, tensor in held.items()} if again else held
@@ -428,6 +437,7 @@ class KeptState:
                 "batch": None if spec.growing is None else spec.growing.state_dict(),
                 "identity": _identity(spec, self.strategy),
                 "step_flops": spec.step_flops,
+                "scheduler": _classes(self.strategy.rule.scheduler),
                 "update": asdict(self.strategy.update),
                 "layout": json.loads(spec.layout.describe()),
                 "rule": skeleton,

@@ -75,8 +75,10 @@ class RunSpec:
 
     @property
     def has_short_leaves(self) -> bool:
-        """Whether a microbatch is so little arithmetic that a second thread costs more than it computes: known where
-        it could be counted when the run began."""
+        """Whether a microbatch is so little arithmetic that a second thread costs more than it computes.
+
+        That is known where the job leaves ``microbatch_size`` open: else no step is tried before the first one.
+        """
         flops = self.step_flops * self.job.microbatch_samples / self.job.batch_size
         return 0 < flops < _SHORT_LEAF_FLOPS and self.layout.vector_bytes <= _FEW_BYTES
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import flatten
-from w5xde_async.compute.leaf_size import count, with_leaf_size
+from w5xde_async.compute.leaf_size import with_leaf_size
 from w5xde_async.compute.mean_over_samples import what_is_no_mean
 from w5xde_async.compute.program.converting import NotTraceable
 from w5xde_async.compute.program.form import Document
@@ -57,10 +57,9 @@ def prepare(
     """
     anew = begins_anew(run_path, config.resume)
     step_flops = 0
-    if run_path is not None and not anew:
+    if run_path is not None and not anew and job.microbatch_size is None:
         size, step_flops = kept_leaf_size(run_path, config.resume)
-        fits = size is None or size * job.accumulate_grad_batches <= job.batch_size  # else batch_size has been changed
-        if job.microbatch_size is None and fits:
+        if size is None or size * job.accumulate_grad_batches <= job.batch_size:  # else batch_size has been changed
             job = replace(job, microbatch_size=size)
     built = _build(job, config, alone, anew=anew, step_flops=step_flops)
     if run_path is None:
@@ -119,8 +118,6 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step
     if any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
         raise JobError("model", "it lies on an accelerator", "build it on the CPU; workers move their copy themselves")
     job, leaves_by, counted = with_leaf_size(job, model)
-    if not leaves_by and anew:  # it was given
-        counted = int((count(job, model) or 0.0) * job.batch_size)
     sampler = sampler_of(job)
     epochs, max_steps = limits(job, config)
     ends = [] if epochs is None else [sampler.total_steps(epochs)]
