@@ -19,12 +19,14 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from w5xde_async.errors import ExitCode, RefusalCode, Refused, UsageError
 from w5xde_async.parallel.shape import STORE_FD, WORD_FD, IslandShape
 from w5xde_async.runtime import start_process
 from w5xde_async.wire.messages import Rendezvous, Volunteer
+
+_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +57,12 @@ class IslandProcesses:
 
     def __init__(
         self, shape: IslandShape, arguments: Sequence[str], *, threads: int,
+        find: Callable[[], Awaitable[None]] | None = None,
         meet: Callable[[Volunteer], Awaitable[Rendezvous]] | None = None, host: str = "",
         environment: Mapping[str, str] = os.environ,
     ) -> None:  # fmt: skip
-        """``threads``: torch's, of each rank. ``meet``: finds the others, of which each is started by somebody else
+        """``threads``: torch's, of each rank. ``find``: waits until it is known where the coordinator is, from which
+        follows what ranks may do. ``meet``: finds the others, of which each is started by somebody else
         (default: all ranks are here). ``host``: this machine's address for what ranks say (default: loopback).
 
         Raises UsageError on Windows, where a process does not inherit what rank 0 listens on.
@@ -68,7 +72,7 @@ class IslandProcesses:
                 "--island starts processes that inherit a socket, which Windows does not do; start the worker in WSL, "
                 "or the ranks by torchrun"
             )
-        self._shape, self._arguments, self._threads, self._meet = shape, arguments, threads, meet
+        self._shape, self._arguments, self._threads, self._find, self._meet = shape, arguments, threads, find, meet
         self._host, self._environment = host or "127.0.0.1", environment
         self._processes: list[Process] = []
         self._words: dict[int, int] = {}  # by rank: the pipe in which it says why it ends
@@ -93,6 +97,8 @@ class IslandProcesses:
         """Until the ranks have left in good order, or cannot work at all. Their exit code: DRAINED where they, or one
         of them, were told to leave."""
         pause_s = _FIRST_PAUSE_S
+        if self._find is not None:
+            await self._or_left(self._find())
         while not self._left.is_set():
             began = time.monotonic()
             try:
@@ -162,21 +168,24 @@ class IslandProcesses:
 
     async def _met(self, meet: Callable[[Volunteer], Awaitable[Rendezvous]], volunteer: Volunteer) -> Place | None:
         """Where the ranks meet; None where this one is asked to leave before, or the run is finished."""
-        meeting = asyncio.ensure_future(meet(volunteer))
-        leaving = asyncio.create_task(self._left.wait())
         try:
-            await asyncio.wait((meeting, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not meeting.done():
-                return None
-            met = await meeting
-            return Place([met.rank], met.host, met.port)
+            met = await self._or_left(meet(volunteer))
+            return None if met is None else Place([met.rank], met.host, met.port)
         except Refused as error:
             if error.code is RefusalCode.RUN_FINISHED:
                 logger.info("left reason=the run is finished")
                 return None
             raise
+
+    async def _or_left(self, work: Awaitable[_T]) -> _T | None:
+        """What comes of ``work``; None where this one is asked to leave before."""
+        working = asyncio.ensure_future(work)
+        leaving = asyncio.create_task(self._left.wait())
+        try:
+            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+            return await working if working.done() else None
         finally:
-            meeting.cancel()
+            working.cancel()
             leaving.cancel()
 
     async def _start(self, rank: int, place: Place, listening: socket.socket) -> Process:

@@ -420,15 +420,21 @@ def _supervise(
         logger.info("waiting for the other members of an island shape=%s", shape)
         return await dialer.meet(volunteer)
 
-    async def supervise() -> int:
-        await dialer.find()  # what its ranks may do follows from where the coordinator is
+    async def find() -> None:
+        if not dialer.address[1]:
+            logger.info("waiting for the join file path=%s", settings.join_file)
+        await dialer.find()
         if member and interface is None and not dialer.is_here:
             raise UsageError(
                 "the ranks of an island speak to each other without any protection: name the network interface that "
                 "you trust with it (--island-interface)"
             )
+
+    async def supervise() -> int:
         threads = cores if member else max(1, cores // shape.ranks)
-        processes = IslandProcesses(shape, arguments, threads=threads, meet=meet if member else None, host=host)
+        processes = IslandProcesses(
+            shape, arguments, threads=threads, find=find, meet=meet if member else None, host=host
+        )  # fmt: skip
         async with _asked(processes.leave, settings.watch_preemption):
             code = await processes.run()
         return exit_code_of(processes.told, settings.exit_on_drain) if code == ExitCode.DRAINED else code
