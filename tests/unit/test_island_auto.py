@@ -127,8 +127,12 @@ def chosen(*arguments: str) -> Callable[[], Coroutine[Any, Any, int]]:
 @pytest.mark.parametrize(("job", "mode"), [("", "pp"), (f"{Path(__file__)}:deep", "fsdp")])
 async def test_what_fits_is_started(job: str, mode: str, started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of the job's code are smaller than those of its program, which is cut into few: it is a small one."""
-    survey = Survey(deep())
-    dp, less = (max(n.together for n in survey.needs(one, 4, with_job=bool(job))) for one in ("dp", mode))  # type: ignore[union-attr]
+
+    def together(survey: Survey, one: str) -> int:
+        return max(need.together for need in survey.needs(one, 4, with_job=bool(job)))  # type: ignore[union-attr]
+
+    survey = await asyncio.to_thread(Survey, deep())
+    dp, less = [await asyncio.to_thread(together, survey, one) for one in ("dp", mode)]
     async with Coordinator(deep(), config=settings(min_workers=1, code_free=True)) as coordinator:
         arguments = ["--server", coordinator.address, *(("--job", job) if job else ())]
         for each, number in ((2 * dp, 1), (2 * dp, 4), (1 + int(less / 0.9), 4)):
