@@ -88,9 +88,10 @@ def test_what_is_no_mean_is_told(job: Job) -> None:
         _job(step=_smooth),
         _job(step=_noisy),
         _job(step=_failing),
+        _job(lambda out, labels: functional.cross_entropy(out, labels) * torch.nan),
         _job(nn.CrossEntropyLoss(), precision="bf16"),
     ],
-    ids=["mean", "weighted sample by sample", "batchmean", "penalty", "noisy", "failing", "bf16"],
+    ids=["mean", "weighted sample by sample", "batchmean", "penalty", "noisy", "failing", "not finite", "bf16"],
 )
 def test_nothing_is_told_of_others(job: Job) -> None:
     assert _told(job) is None
@@ -134,6 +135,7 @@ def test_neither_the_model_nor_the_random_state_is_changed() -> None:
     job = _job(nn.CrossEntropyLoss(weight=_WEIGHTS))
     model = build_model(job)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.rand(3)  # by whoever embeds the run
     state = torch.get_rng_state()
     assert what_is_no_mean(job, model, 1 << 20) is not None
     assert model.training
