@@ -130,7 +130,8 @@ class FsdpEngine:
         self._round: _Round | None = None
         self._now: _Running | None = None
         # Units but for the root, as ``fully_shard`` has them: groups of parameters.
-        self._came: dict[Any, int] = {}  # when forward came to each last
+        self._came: dict[Any, int] = {}  # when forward came to each last, counted from 1
+        self._num_came = 0
         self._again: set[Any] = set()  # to which it came twice, and to others in between
         self._in_forward: Any = None
         self._in_backward: Any = None
@@ -240,7 +241,7 @@ class FsdpEngine:
         self._log, current.last_of_leaf = [], last
         self._came.clear()
         self._again.clear()
-        self._in_forward = self._in_backward = None
+        self._num_came, self._in_forward, self._in_backward = 0, None, None
         with nullcontext() if self._autocast is None else self._autocast():
             loss, metrics = self._whole(piece)
         loss = scalar_loss(loss)
@@ -490,7 +491,8 @@ class FsdpEngine:
         if held is not self._in_forward and torch.is_grad_enabled():
             if held in self._came:
                 self._again.add(held)
-            self._in_forward, self._came[held] = held, len(self._came) + len(self._again)
+            self._num_came += 1
+            self._in_forward, self._came[held] = held, self._num_came
         return args, kwargs
 
     def _backward(self, unit: _Unit, held: Any, gather: Callable[..., None], *prefetch: Any) -> None:
