@@ -39,6 +39,8 @@ import torch
 from blockbuster import BlockBuster
 from tests.support import forking
 
+from w5xde_async.coordinator.run import shutdown
+
 GOLDEN = Path(__file__).parent / "golden"
 _DESCRIPTORS = Path("/proc/self/fd")
 _SETTLE_S = 2.0
@@ -92,8 +94,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             # pytest puts its handlers on every logger that does not, six times a test; torch has forty.
             logger.propagate = True
-    gc.collect()
-    gc.freeze()  # all that was imported is looked at no more: most of a collection's time
+    _freeze()
     shared = getattr(session.config, "workerinput", {}).get("fork_server")
     if session.config.option.collectonly or sys.platform != "linux":
         return
@@ -101,6 +102,26 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         # Now, so that it imports while other tests run.
         forking.running = forking.ForkServer(Path(shared) if shared else None)
         os.environ["TESTS_TRACED"] = str(forking.running.folder)  # what is traced is traced once
+
+
+_frozen_modules = 0
+_MANY_MODULES = 50
+
+
+def _freeze() -> None:
+    """All that was imported is looked at no more: most of a collection's time, and nearly every test has one."""
+    global _frozen_modules
+    _frozen_modules = len(sys.modules)
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    done = yield
+    if len(sys.modules) > _frozen_modules + _MANY_MODULES:  # torch imports much when it is first used, so do others
+        _freeze()
+    return done
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -232,6 +253,13 @@ def no_accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def garbage_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions of programs are called in this process, which goes on: what a test has left is collected."""
     monkeypatch.setattr(gc, "freeze", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process draw none: it would take a tenth of the suite's time. test_plot.py looks at pictures, and
+    tests/process at those of programs."""
+    monkeypatch.setattr(shutdown, "draw_loss", lambda *_: False)
 
 
 @pytest.fixture

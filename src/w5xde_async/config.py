@@ -199,8 +199,14 @@ def _yes_or_no(text: str) -> bool:
     return text.lower() in _YES
 
 
+def _path(text: str) -> Path:
+    if not text:  # "$DIR" that is not set: Path("") would be the working directory
+        raise ValueError("an empty text")
+    return Path(text)
+
+
 def _folder(text: str) -> Path:
-    path = Path(text)
+    path = _path(text)
     if not next(known for known in (path, *path.parents, Path()) if known.exists()).is_dir():
         raise ValueError("not a directory")
     return path
@@ -236,7 +242,8 @@ TIME_OR_0 = Kind(
     f"a time like 0, 10s or 5m, at most {_LONGEST_DAYS}d", "TIME", duration_s, _is_time,
     f"seconds >= 0, at most {_LONGEST_DAYS * 86400}",
 )  # fmt: skip
-PATH = Kind("a path", "FILE", Path, _is_path)
+PATH = Kind("a path", "FILE", _path, _is_path)
+THREADS = whole(1, 4096)  #: one process may have
 MOST_NAMED = 100  #: characters of a name
 NAME = text(
     f"a text of 1 to {MOST_NAMED} characters without '/'", "NAME", rf"(?!\.{{1,2}}$)[^/\x00-\x1f]{{1,{MOST_NAMED}}}"

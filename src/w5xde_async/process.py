@@ -109,11 +109,11 @@ class _Ending:
         self._came = True
 
 
-def _ignore_stops() -> None:
+def _ignore_signals() -> None:
     """Python gives signals their defaults back long before its process has ended: with those, one that comes then would
     make a death of a good end."""
-    for number in _known(*_STOPS):
-        if isinstance(signal.getsignal(number), _Ending):
+    for number in _known(*_STOPS, "SIGUSR1", "SIGUSR2", "SIGHUP"):
+        if isinstance(signal.getsignal(number), _Ending | _Early):
             signal.signal(number, signal.SIG_IGN)
 
 
@@ -199,6 +199,24 @@ def _allow_descriptors() -> None:
         raise LocalError(_FEW_FILES.format(number=soft, least=_LEAST_DESCRIPTORS))
 
 
+def _need_threads() -> None:
+    """Raises LocalError. What is in C ends its process where it can start none (libuv), or interrupts it (OpenBLAS)."""
+    ready = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(_LEAST_THREADS):
+            thread = threading.Thread(target=ready.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        raise LocalError(_NO_THREADS) from error
+    finally:
+        ready.set()
+        for thread in started:
+            thread.join()
+
+
+_LEAST_THREADS = 8  # those that a worker has beside torch's
 _LEAST_DESCRIPTORS = 64  # a run of two workers takes 28
 _MOST_DESCRIPTORS = 1 << 16
 
@@ -248,6 +266,7 @@ def launch(
         signal.signal(number, _Early())
     try:
         _allow_descriptors()
+        _need_threads()
         from w5xde_async.net.join import Invitation
         from w5xde_async.net.token import find_token
         from w5xde_async.runtime import loop_factory
@@ -263,7 +282,8 @@ def launch(
         as_json = settings.values["log_format"] == "json"
         exit_on_drain = settings.exit_on_drain
         if settings.exit_with_stdin:
-            threading.Thread(target=_end_with_stdin, name="w5xde-parent", daemon=True).start()
+            line = _stdin_taken()
+            threading.Thread(target=_end_with, args=(line,), name="w5xde-parent", daemon=True).start()
         else:  # a parent of this project has said it
             for text in misspelt_variables(os.environ):
                 _complain(prog, text, None, as_json)
@@ -298,6 +318,10 @@ def launch(
             return code
         # Whoever swallowed an early interrupt may have failed of what it left undone.
         if isinstance(error, KeyboardInterrupt) or (code is None and stops.came is not None):
+            try:
+                _need_threads()
+            except LocalError as lack:  # nobody has interrupted it but a library
+                return _fail(prog, lack, as_json)
             code = exit_code_of(CTRL_C if stops.came is None else _reason(stops.came), exit_on_drain)
             _complain(prog, "stopped before it began", code, as_json)
             return code
@@ -328,9 +352,17 @@ def _lacks_threads(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
 
 
-def _end_with_stdin() -> None:
+def _stdin_taken() -> int:
+    """Standard input, under another descriptor. The job's code finds an empty one: it would wait for the parent."""
+    line, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return line
+
+
+def _end_with(line: int) -> None:
     """Nobody is left to work for: no goodbye is owed, and nothing may keep this process."""
-    while os.read(0, 4096):
+    while os.read(line, 4096):
         pass
     os._exit(ExitCode.ERROR)
 
@@ -410,7 +442,7 @@ def signals(
             handler = before[number]  # None: it is not Python's
             signal.signal(number, ending if isinstance(handler, _Early) else handler or signal.SIG_DFL)
         if launched:
-            atexit.register(_ignore_stops)
+            atexit.register(_ignore_signals)
 
 
 @contextmanager

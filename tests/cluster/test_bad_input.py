@@ -92,12 +92,6 @@ TOKEN = "swordfish"
 STEPS = 6
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    monkeypatch.setattr("w5xde_async.coordinator.run.shutdown.draw_loss", lambda *_: False)
-
-
 # -- a job of two result buckets and more, and its reference
 
 

@@ -41,12 +41,6 @@ from w5xde_async.worker.connection.handshake import join
 from w5xde_async.worker.service import Departure, Worker
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    monkeypatch.setattr("w5xde_async.coordinator.run.shutdown.draw_loss", lambda *_: False)
-
-
 def job(**changes: Any) -> Job:
     """Six leaves of four samples a step."""
     x = torch.randn(48, 10, generator=torch.Generator().manual_seed(0))

@@ -47,12 +47,6 @@ from w5xde_async.updates.sync import LossScale
 from w5xde_async.worker.service import Worker
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    monkeypatch.setattr("w5xde_async.coordinator.run.shutdown.draw_loss", lambda *_: False)
-
-
 @cache
 def expected(name: str, steps: int | None = None) -> str:
     return reference.digest(jobs.ALL[name](), steps)

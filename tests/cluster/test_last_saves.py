@@ -33,12 +33,6 @@ from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Departure, Worker
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    monkeypatch.setattr(shutdown, "draw_loss", lambda *_: False)
-
-
 async def test_workers_hear_of_the_coordinator_while_the_last_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

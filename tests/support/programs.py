@@ -117,6 +117,25 @@ class Padded(nn.Module):
         return out
 
 
+class Filled(nn.Module):
+    """Takes memory and fills it: by drawing, as stochastic depth and Gumbel's softmax do, and part by part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.choose, self.second = nn.Linear(64, 16), nn.Linear(64, 4), nn.Linear(20, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        path = self.first(x).relu()
+        kept = path * path.new_empty((len(x), 1)).bernoulli_(0.8).div_(0.8)
+        chosen = F.gumbel_softmax(self.choose(x), tau=0.7, hard=True)
+        parts = torch.empty(len(x), 20, device=x.device, memory_format=torch.contiguous_format)
+        parts[:, :16] = kept
+        parts[:, 16:] = chosen
+        out: Tensor = self.second(parts + 0.01 * torch.empty_like(parts).uniform_(-1, 1))
+        return out
+
+
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -173,6 +192,14 @@ def checkpointed(*, reentrant: bool = False) -> Job:
     )  # fmt: skip
 
 
+def filled() -> Job:
+    x, y = jobs.digits()
+    return Job(
+        model=Filled, dataset=TensorDataset(x, y), loss=F.cross_entropy, optimizer=_sgd, batch_size=100,
+        microbatch_size=16, max_steps=8, seed=6,
+    )  # fmt: skip
+
+
 def reentrant() -> Job:
     return checkpointed(reentrant=True)
 
@@ -193,6 +220,7 @@ TRACEABLE: dict[str, Callable[[], Job]] = {
     "metrics": jobs.metrics,
     "checkpointed": checkpointed,
     "reentrant": reentrant,
+    "filled": filled,
     "bf16": bf16,
     "fp16": jobs.fp16,
 }

@@ -440,6 +440,31 @@ async def test_pages_and_data():
         assert "w5xde_steps_total" in (await ask(dashboard, "/metrics"))[2]
 
 
+@pytest.mark.both_loops
+async def test_answers_that_take_long_are_made_one_a_turn(monkeypatch: pytest.MonkeyPatch):
+    """Two hundred at once would else hold up the run, and ``/health``, for most of a second."""
+    turn, made = 0, []
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async with served("", joined("a")) as (dashboard, view):
+        counting, snapshot = asyncio.create_task(count()), view.snapshot
+
+        def noted() -> Any:
+            made.append(turn)
+            return snapshot()
+
+        monkeypatch.setattr(view, "snapshot", noted)
+        answers = await asyncio.gather(*[ask(dashboard, "/api/v1/snapshot") for _ in range(30)])
+        counting.cancel()
+    assert {status for status, _, _ in answers} == {200}
+    assert len(made) == len(set(made)) == 30
+
+
 async def test_nothing_can_be_changed():
     async with served() as (dashboard, _):
         for method in ("POST", "PUT", "DELETE", "PATCH"):

@@ -99,6 +99,12 @@ def test_port_0_is_for_those_who_listen():
         parse_address("host:0")
 
 
+@pytest.mark.parametrize("text", ["-1", "-host:80", "a/b", "a b:1"])
+def test_what_is_no_host_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="has no valid host"):
+        parse_address(text)
+
+
 @pytest.mark.parametrize("text", ["192.0.2.2:6001,192.0.2.3:6001", "a,b", "[::1]:1,[::2]:1"])
 def test_several_addresses_are_not_one(text: str) -> None:
     with pytest.raises(UsageError, match="names several; give one, as in host:5555"):

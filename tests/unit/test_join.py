@@ -269,3 +269,10 @@ def test_a_secret_that_root_has_given_to_a_group(
     else:
         with pytest.raises(UsageError, match="chmod 600"):
             read_secret_file(path)
+
+
+def test_a_folder_is_no_file_for_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (Path(), Path(".."), tmp_path):
+        with pytest.raises(OSError):  # noqa: PT011
+            write_private_line(folder, "hush")

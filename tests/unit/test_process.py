@@ -26,7 +26,8 @@ from w5xde_async.process import (
     _allow_descriptors,
     _Early,
     _Ending,
-    _ignore_stops,
+    _ignore_signals,
+    _stdin_taken,
     keeping_objects,
     launch,
     signals,
@@ -130,16 +131,17 @@ async def test_handlers_of_a_host_program_are_there_again_afterwards() -> None:
     assert not heard
 
 
-def test_while_python_ends_its_default_does_not_come_back() -> None:
-    before = signal.signal(signal.SIGTERM, _Ending())
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_while_python_ends_its_default_does_not_come_back(number: signal.Signals) -> None:
+    before = signal.signal(number, _Ending() if number == signal.SIGTERM else _Early())
     try:
-        _ignore_stops()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not this program's any more
-        _ignore_stops()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        _ignore_signals()
+        assert signal.getsignal(number) is signal.SIG_IGN
+        signal.signal(number, signal.SIG_DFL)  # not this program's any more
+        _ignore_signals()
+        assert signal.getsignal(number) is signal.SIG_DFL
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("chosen", [None, (100, 5, 5)])
@@ -333,6 +335,36 @@ def test_one_that_gets_none_before_its_loop_says_the_same(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert launched(body, "--exit-with-stdin") == (ExitCode.ERROR, NO_THREADS)
+
+
+def test_an_interrupt_that_a_library_raises_for_lack_of_threads_is_no_stop(
+    monkeypatch: pytest.MonkeyPatch, launched: Callable[..., tuple[int, str]]
+) -> None:
+    """OpenBLAS does, where it can start none of its own while it is imported."""
+
+    async def body() -> int:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        raise KeyboardInterrupt
+
+    assert launched(body) == (ExitCode.ERROR, NO_THREADS)
+
+
+def test_the_jobs_code_finds_nothing_to_read_where_the_parents_line_was() -> None:
+    """``input()`` would wait for the parent, for ever."""
+    kept, (reader, writer) = os.dup(0), os.pipe()
+    os.dup2(reader, 0)
+    try:
+        line = _stdin_taken()
+        os.write(writer, b"told")
+        assert os.read(0, 1) == b""
+        assert os.read(line, 4) == b"told"
+        os.close(writer)
+        assert os.read(line, 1) == b""  # the parent has ended
+        os.close(line)
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+        os.close(reader)
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "auto"])

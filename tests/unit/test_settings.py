@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from w5xde_async.config import FOLDER, PATH
 from w5xde_async.errors import ExitCode, UsageError
 from w5xde_async.net.token import find_token
 from w5xde_async.settings import (
@@ -195,12 +196,29 @@ def test_a_misspelt_variable_is_named_with_the_near_one() -> None:
         (("j.py:j", "--max-steps", "9" * 20), ("--max-steps", "whole number >= 1")),
         (("j.py:j", "--max-steps", "٣"), ("--max-steps", "whole number")),
         (("j.py:j", "--no-quarantine=yes"), ("--no-quarantine takes no value",)),
+        (("j.py:j", "--threads", "100000"), ("--threads", "'100000'", "from 1 to 4096")),
+        (("j.py:j", "--outer-lr", "1e308"), ("--outer-lr", "at most 1e30")),
     ],
 )  # fmt: skip
 def test_one_line_says_what_is_wrong(arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
     text = complaint(*arguments)
     assert all(part in text for part in parts), text
     assert "hush" not in text
+
+
+@pytest.mark.parametrize("program", [CoordinatorSettings, WorkerSettings])
+def test_no_path_is_empty(program: type[Program], tmp_path: Path) -> None:
+    """``--run-dir "$DIR"`` where that is not set would be the working directory."""
+    paths = {one for one in declared(program).values() if one.setting.kind.read in (PATH.read, FOLDER.read)}
+    assert len(paths) > 5
+    for one in paths:
+        with pytest.raises(UsageError, match=f"^{one.option}: '' will not do; give a "):
+            read(program, (one.option, ""), prog="p", environment={})
+        if one.in_toml:
+            file = tmp_path / "w5xde.toml"
+            file.write_text(f'[{program.table}]\n{one.name} = ""\n')
+            with pytest.raises(UsageError, match=f"{one.name}: '' will not do"):
+                read(program, ("--config", str(file)), prog="p", environment={})
 
 
 def test_a_run_is_named_after_its_directory_however_long_that_is_called() -> None:

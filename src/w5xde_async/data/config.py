@@ -15,7 +15,7 @@ class ReadersConfig(Config):
     opens its file in ``dataset[i]``, once in each process. Of a job given as FILE.py:NAME each loads its own.
     """
 
-    loader_threads: int = setting(1, "threads that read the dataset", whole(0), "data")
+    loader_threads: int = setting(1, "threads that read the dataset", whole(0, 4096), "data")
     loader_processes: int = setting(0, "processes that read the dataset", whole(0), "data")
 
 

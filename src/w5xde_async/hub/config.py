@@ -68,7 +68,7 @@ class NetworkConfig(SecurityConfig):
     )  # fmt: skip
     bulk_threads: int = setting(
         lambda: 2 if (os.cpu_count() or 1) >= 4 else 0, "threads that copy big payloads; 0: the event loop does",
-        whole(0), "network", shown="2 from four cores on, else 0",
+        whole(0, 4096), "network", shown="2 from four cores on, else 0",
     )  # fmt: skip
     credit_bytes: int = setting(
         16 << 20, "a worker gets no new lease while more than this of earlier ones waits to be sent to it", whole(0)

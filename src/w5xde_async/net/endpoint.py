@@ -92,7 +92,7 @@ def split_address(text: str, default_port: int = DEFAULT_PORT, *, place: str = "
     else:
         host, found, port_text = host.partition(":")
         colon = bool(found)
-    if not host or any(character.isspace() or character in "/@[]" for character in host):
+    if not host or host.startswith("-") or any(one.isspace() or one in "/@[]" for one in host):
         raise UsageError(f"{place} {text!r} has no valid host; it looks like host:{example}")
     if not colon:
         return host, default_port

@@ -195,7 +195,7 @@ def _self_signed(name: str) -> tuple[bytes, bytes]:
 
 def write_private(path: Path, data: bytes) -> None:
     """Replace ``path`` by a file of mode 0600, in one step."""
-    temporary = path.with_name(f".tmp-{path.name}-{os.urandom(4).hex()}")
+    temporary = path.parent / f".tmp-{path.name}-{os.urandom(4).hex()}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from w5xde_async.compute.machine import usable_cores
-from w5xde_async.config import MOST_NAMED, NAME, PATH, TIME, YES_OR_NO, one_of, same_as, setting, text, whole
+from w5xde_async.config import MOST_NAMED, NAME, PATH, THREADS, TIME, YES_OR_NO, one_of, same_as, setting, text, whole
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError, need
 from w5xde_async.net.endpoint import parse_address
@@ -65,7 +65,7 @@ class CoordinatorSettings(Program):
     worker_threads: int | None = setting(
         None,
         "threads of each of them",
-        whole(1),
+        THREADS,
         "workers",
         shown="cores / workers; 1 for short leaves where microbatch_size is open",
     )
@@ -77,7 +77,7 @@ class CoordinatorSettings(Program):
     threads: int | None = setting(
         None,
         "torch's threads in the coordinator itself",
-        whole(1),
+        THREADS,
         "program",
         shown="torch's choice, at most the container's cores",
     )

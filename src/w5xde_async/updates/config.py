@@ -66,8 +66,8 @@ class UpdateConfig(Config):
         50, "steps that the fastest worker makes of its own; others fewer, by speed", whole(1), "updates"
     )
     outer_lr: float | None = setting(
-        None, "learning rate of the outer step under rules of own steps", number("above 0", lambda x: x > 0), "updates",
-        shown="0.7; streaming 0.4",
+        None, "learning rate of the outer step under rules of own steps",
+        number("above 0, at most 1e30", lambda x: 0 < x <= 1e30), "updates", shown="0.7; streaming 0.4",
     )  # fmt: skip
     outer_momentum: float | None = setting(
         None, "its Nesterov momentum", _BELOW_1, "updates", shown="0.5; 0.9 from 100 inner steps on"

@@ -9,6 +9,7 @@ from w5xde_async.compute.machine import machine_memory_bytes
 from w5xde_async.config import (
     FOLDER,
     NAME,
+    THREADS,
     TIME,
     TIME_OR_0,
     YES_OR_NO,
@@ -19,7 +20,6 @@ from w5xde_async.config import (
     size,
     size_bytes,
     text,
-    whole,
 )
 from w5xde_async.data.config import ReadersConfig
 from w5xde_async.errors import need
@@ -63,7 +63,7 @@ class WorkerConfig(SecurityConfig):
     threads: int | None = setting(
         None,
         "torch's threads",
-        whole(1),
+        THREADS,
         "machine",
         shown="torch's choice, at most the container's cores; 1 for short leaves where microbatch_size is open",
     )

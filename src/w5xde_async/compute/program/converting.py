@@ -143,10 +143,12 @@ class Converter:
         arguments = node.args[:1] if name == "require" else node.args
         named = {} if name == "require" else node.kwargs
         given = tuple(self._argument(value, node) for value in arguments)
+        # ``zeros``, which ``empty`` travels as, knows no format of memory.
+        left_out = ("pin_memory", "memory_format") if name == "zeros.default" else ("pin_memory",)
         result = self._emit(
             name,
             given,
-            tuple((key, self._argument(value, node)) for key, value in named.items() if key != "pin_memory"),
+            tuple((key, self._argument(value, node)) for key, value in named.items() if key not in left_out),
         )
         # What was written into a buffer is that buffer: it is no result that a region would keep.
         into = given[0] if given and _in_place(target) and type(given[0]) is Ref else None

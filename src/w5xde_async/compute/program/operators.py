@@ -61,7 +61,7 @@ column_stack tile meshgrid:default,indexing one_hot ravel select_scatter slice_s
 arange:default,start,start_step zeros ones full eye:default,m linspace zeros_like ones_like full_like new_zeros
 new_ones new_full scalar_tensor rand randn randint:default,low rand_like randn_like randint_like:default,low_dtype
 bernoulli:default,p bernoulli_:float multinomial normal:Tensor_float,float_Tensor,Tensor_Tensor,float_float normal_
-randperm uniform_
+randperm uniform_ exponential_
 
 mm matmul bmm addmm baddbmm addbmm mv dot outer einsum linear bilinear tensordot kron addmv addr inner trace
 linalg_cross conv1d:default,padding conv2d:default,padding conv3d:default,padding conv_transpose1d
@@ -267,13 +267,18 @@ def find(name: str) -> Operator | None:
 def name_of(target: Any) -> str | None:
     """The name on the wire of a traced call; None where it may not travel."""
     if isinstance(target, torch._ops.OpOverload):
-        name = _OF_SIZES.get(str(target)) or str(target).removeprefix("aten.")
+        name = _TRAVELS_AS.get(str(target)) or str(target).removeprefix("aten.")
         return name if str(target).startswith("aten.") and find(name) is not None else None
     return _OF_PYTHON.get(target)
 
 
 _sym_sqrt: Any = getattr(torch, "_sym_sqrt", math.sqrt)
-_OF_SIZES = {"aten.sym_size.int": "size", "aten.sym_numel.default": "numel", "aten._assert_scalar.default": "require"}
+_TRAVELS_AS = {
+    "aten.sym_size.int": "size", "aten.sym_numel.default": "numel", "aten._assert_scalar.default": "require",
+    # Memory that the step fills afterwards, as with ``empty_like(x).bernoulli_(p)``.
+    "aten.empty.memory_format": "zeros.default", "aten.new_empty.default": "new_zeros.default",
+    "aten.empty_like.default": "zeros_like.default",
+}  # fmt: skip
 _OF_PYTHON: Mapping[Any, str] = {
     **{function: name for name, (function, _) in _CALCULATIONS.items()},
     operator.getitem: "item", torch.sym_max: "max", torch.sym_min: "min", torch.sym_float: "float",

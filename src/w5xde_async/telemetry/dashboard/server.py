@@ -12,8 +12,8 @@ import json
 import logging
 import socket
 import ssl as tls
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -123,6 +123,7 @@ class Dashboard:
         self._static: dict[str, tuple[bytes, str]] = {}
         self._server: _Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._making = asyncio.Lock()
         self._idle: dict[Any, tuple[int, float]] = {}  # connection -> bytes that wait for it, and since when
 
     @property
@@ -231,6 +232,14 @@ class Dashboard:
 
         return limited
 
+    @asynccontextmanager
+    async def _one_a_turn(self) -> AsyncIterator[None]:
+        """Answers of milliseconds are made one in each turn of the loop: hundreds that are asked for at once hold up
+        neither the run nor ``/health``."""
+        async with self._making:
+            yield
+            await asyncio.sleep(0)
+
     # -- what it answers -----------------------------------------------------------------------------------
 
     def _app(self) -> Starlette:
@@ -244,7 +253,8 @@ class Dashboard:
             return _json({"status": "ok"})
 
         async def metrics(request: Request) -> Response:
-            return Response(self._metrics.text(), headers={"content-type": _METRICS_TYPE, **_NO_STORE})
+            async with self._one_a_turn():
+                return Response(self._metrics.text(), headers={"content-type": _METRICS_TYPE, **_NO_STORE})
 
         async def events(request: Request) -> Response:
             if self.feed.full:
@@ -256,10 +266,11 @@ class Dashboard:
 
         async def api(request: Request) -> Response:
             section = request.path_params["section"]
-            snapshot = self._view.snapshot()
-            if section == "snapshot":
-                return _json(snapshot)
-            return _json(snapshot[section]) if section in _SECTIONS else _missing(section)
+            if section not in ("snapshot", *_SECTIONS):
+                return _missing(section)
+            async with self._one_a_turn():
+                snapshot = self._view.snapshot()
+                return _json(snapshot if section == "snapshot" else snapshot[section])
 
         routes = [
             Route("/", page),
