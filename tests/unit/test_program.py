@@ -15,7 +15,7 @@ from tests.support import programs
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import ComputedBlock, LeafSpec, Task
@@ -365,3 +365,76 @@ def test_calculations_with_sizes_that_programs_do_not_know_get_a_graph_for_each_
     layout = Layout.of(model)
     program: Program = parse(trace(job, model, layout, probe_batches(job, (4, 3))), layout)
     assert len(program.graphs) == 2
+
+
+class _Sized(Dataset[Any]):
+    """Random tensors of these sizes, one after the other and again."""
+
+    def __init__(self, *sizes: tuple[int, ...]) -> None:
+        self._sizes = sizes
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        size = self._sizes[index % len(self._sizes)]
+        return torch.randn(size, generator=torch.Generator().manual_seed(index)), index % 3
+
+
+def _convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    )
+
+
+def _sequences() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(3, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, 3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "dataset", "tries"),
+    [
+        (_convolutions, TensorDataset(torch.randn(40, 3, 8, 8), torch.arange(40) % 3), {"fixed"}),
+        (_convolutions, _Sized((3, 8, 8)), {"fixed"}),
+        (_sequences, TensorDataset(torch.randn(40, 3, 8), torch.arange(40) % 3), {"fixed"}),
+        (_sequences, _Sized((3, 8)), {"free"}),  # the next ones may be longer
+    ],
+)  # fmt: skip
+def test_sizes_that_cannot_change_are_not_traced_as_if_they_could(
+    monkeypatch: pytest.MonkeyPatch, model: Any, dataset: Any, tries: set[str]
+) -> None:
+    """Of a large network of convolutions that takes minutes, and comes to nothing."""
+    told: list[str] = []
+    export = torch.export.export
+
+    def noted(*args: Any, dynamic_shapes: Any, **kwargs: Any) -> Any:
+        told.append("fixed" if dynamic_shapes is None or set(dynamic_shapes[0][0]) == {0} else "free")
+        return export(*args, dynamic_shapes=dynamic_shapes, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", noted)
+    job = Job(model=model, dataset=dataset, loss=nn.CrossEntropyLoss(), optimizer=programs._sgd, max_steps=1)
+    trace_of(job, (4, 3))
+    assert tries <= set(told)
+    assert ("free" in told) == ("free" in tries)
+    if tries == {"fixed"}:
+        assert len(told) == 1
+
+
+def test_images_whose_first_ones_differ_may_have_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    export = torch.export.export
+
+    def noted(*args: Any, dynamic_shapes: Any, **kwargs: Any) -> Any:
+        told.append(dynamic_shapes)
+        return export(*args, dynamic_shapes=dynamic_shapes, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", noted)
+    batches = [(torch.randn(*size), torch.arange(size[0]) % 3) for size in ((4, 3, 8, 8), (3, 3, 6, 8))]
+    job = Job(
+        model=_convolutions, dataset=_Sized((3, 8, 8)), loss=nn.CrossEntropyLoss(), optimizer=programs._sgd, max_steps=1
+    )  # fmt: skip
+    model = build_model(job)
+    trace(job, model, Layout.of(model), batches)
+    assert any(2 in (shapes or [[{}]])[0][0] for shapes in told)

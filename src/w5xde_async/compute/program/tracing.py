@@ -17,7 +17,7 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from typing import Any
 
@@ -268,12 +268,13 @@ def _trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) -
     constants: list[Tensor] = []
     graphs: list[Graph] = []
     names: list[str] = []
+    steady = _steady(job, [tensors for _, tensors in flat])
     attempts: tuple[str | None, ...] = ("named", "automatic", "fixed", None)
     for _, tensors in flat:
         if any(fits(graph, tensors) for graph in graphs):
             continue
         names = []
-        exported, found = _export(copy.deepcopy(model), step, structure, names, tensors, in_precision, attempts)
+        exported, found = _export(copy.deepcopy(model), step, structure, names, tensors, in_precision, attempts, steady)
         attempts = (None,) if found is None else (found, None)
         try:
             graphs.append(Converter(exported, tensors, index_of, constants, len(layout.entries)).graph())
@@ -363,12 +364,21 @@ def _export(
     tensors: Sequence[Tensor],
     in_precision: Callable[[], Any],
     attempts: Sequence[str | None],
+    steady: Collection[int] = (),
 ) -> tuple[Any, str | None]:
-    """The exported program and the first of ``attempts`` at free sizes (see ``_free``; None: none free) that holds."""
+    """The exported program and the first of ``attempts`` at free sizes (see ``_free``; None: none free) that holds.
+
+    ``steady``: tensors of which only the number of samples is free.
+    """
     failure: Exception | None = None
     samples = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
+    loose = [tensor for index, tensor in enumerate(tensors) if index not in steady]
+    if all(len(_free(tensor, samples, "named")) == len(_free(tensor, samples, "fixed")) for tensor in loose):
+        attempts = list(dict.fromkeys(others and "fixed" for others in attempts))  # they would be the same
     for others in attempts:
-        shapes = None if others is None else (tuple(_free(tensor, samples, others) for tensor in tensors),)
+        shapes = None if others is None else (tuple(
+            _free(tensor, samples, "fixed" if index in steady else others) for index, tensor in enumerate(tensors)
+        ),)  # fmt: skip
         names.clear()
         wrapped = _Step(model, step, structure, names)
         try:
@@ -383,6 +393,18 @@ def _export(
             return exported, others
     assert failure is not None
     raise failure
+
+
+def _steady(job: Job, batches: Sequence[Sequence[Tensor]]) -> set[int]:
+    """Tensors of which no size changes but the number of samples: all of a TensorDataset, and images (of four
+    dimensions and more, with samples) whose first ones have one size.
+
+    With sizes free that the model fixes, a trace of convolutions takes many times as long, and is thrown away.
+    """
+    if type(job.dataset) is TensorDataset and job.collate is None:
+        return set(range(len(batches[0])))
+    alike = [{tuple(tensor.shape[1:]) for tensor in tensors} for tensors in zip(*batches, strict=True)]
+    return {index for index, shapes in enumerate(alike) if len(shapes) == 1 and batches[0][index].dim() >= 4}
 
 
 def _free(tensor: Tensor, samples: int, others: str) -> dict[int, Any]:
