@@ -228,6 +228,11 @@ _BY_HAND: dict[str, list[list[Any]]] = {
     "lift_fresh_copy.default": [[torch.randn(3)]], "meshgrid.default": [[[torch.randn(3), torch.randn(2)]]],
     "moveaxis.int": [[torch.randn(2, 3, 4), 0, 1]], "moveaxis.intlist": [[torch.randn(2, 3, 4), [0, 1], [1, 2]]],
     "swapaxes.default": [[torch.randn(2, 3), 0, 1]], "swapdims.default": [[torch.randn(2, 3), 0, 1]],
+    "col2im.default": [
+        [torch.randn(2, 12, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]],
+        [torch.randn(12, 4), [5, 6], [2, 3], [2, 1], [1, 0], [3, 2]],
+        [torch.randn(1, 4, 4), [4, 4], [2, 2], [1, 1], [0, 0], [2, 2]],
+    ],
     "rand_like.default": [[torch.randn(3)]], "norm.Scalar": [[torch.randn(3, 4), 2]],
     "norm.ScalarOpt_dim": [[torch.randn(3, 4), 2, [1], False]],
 }  # fmt: skip

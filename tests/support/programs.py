@@ -118,14 +118,16 @@ class Padded(nn.Module):
 
 
 class Filled(nn.Module):
-    """Takes memory and fills it: by drawing, as stochastic depth and Gumbel's softmax do, and part by part."""
+    """Takes memory and fills it: by drawing, as stochastic depth and Gumbel's softmax do, and part by part. What it
+    fills it with comes from patches."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.choose, self.second = nn.Linear(64, 16), nn.Linear(64, 4), nn.Linear(20, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(1)
+        patches = F.unfold(x.reshape(-1, 1, 8, 8), 3, padding=1, stride=2)
+        x = F.fold(patches, (8, 8), 3, padding=1, stride=2).flatten(1)
         path = self.first(x).relu()
         kept = path * path.new_empty((len(x), 1)).bernoulli_(0.8).div_(0.8)
         chosen = F.gumbel_softmax(self.choose(x), tau=0.7, hard=True)

@@ -54,9 +54,10 @@ split:Tensor,sizes split_with_sizes chunk tensor_split:sections,indices unbind:i
 index_select gather take_along_dim index:Tensor scatter:value,src scatter_:value,src scatter_add scatter_add_
 scatter_reduce:two index_add index_add_ index_copy index_copy_ index_fill:int_Tensor,int_Scalar index_put index_put_
 roll flip rot90 diff tril tril_ triu triu_ diagonal diag_embed diag movedim:int,intlist moveaxis:int,intlist swapaxes
-swapdims unfold contiguous clone detach detach_ alias view_as reshape_as to:device,dtype,other,dtype_layout _to_copy
-type_as lift_fresh_copy pixel_shuffle pixel_unshuffle channel_shuffle pad constant_pad_nd hstack vstack dstack
-column_stack tile meshgrid:default,indexing one_hot ravel select_scatter slice_scatter bucketize:Tensor
+swapdims unfold im2col col2im contiguous clone detach detach_ alias view_as reshape_as
+to:device,dtype,other,dtype_layout _to_copy type_as lift_fresh_copy pixel_shuffle pixel_unshuffle channel_shuffle pad
+constant_pad_nd hstack vstack dstack column_stack tile meshgrid:default,indexing one_hot ravel select_scatter
+slice_scatter bucketize:Tensor
 
 arange:default,start,start_step zeros ones full eye:default,m linspace zeros_like ones_like full_like new_zeros
 new_ones new_full scalar_tensor rand randn randint:default,low rand_like randn_like randint_like:default,low_dtype

@@ -57,6 +57,7 @@ from w5xde_async.users_code import users_code
 _NOISY = (
     "torch.__trace",
     "torch.fx.experimental.symbolic_shapes",
+    "torch._subclasses.fake_tensor",
     "torch._export",
     "torch.export",
     "torch._export.non_strict_utils",
