@@ -276,3 +276,4 @@ def test_a_folder_is_no_file_for_a_secret(tmp_path: Path, monkeypatch: pytest.Mo
     for folder in (Path(), Path(".."), tmp_path):
         with pytest.raises(OSError):  # noqa: PT011
             write_private_line(folder, "hush")
+    assert not [path for path in (*tmp_path.iterdir(), *tmp_path.parent.iterdir()) if path.name.startswith(".tmp-")]

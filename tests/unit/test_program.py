@@ -21,8 +21,9 @@ from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import ComputedBlock, LeafSpec, Task
 from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.program.form import Document, Program, encode, parse
+from w5xde_async.compute.program.interpreter import fits
 from w5xde_async.compute.program.program_job import ProgramJob
-from w5xde_async.compute.program.tracing import NotTraceable, probe_batches, trace
+from w5xde_async.compute.program.tracing import NotTraceable, _steady, probe_batches, trace
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.layout import Layout
 
@@ -367,18 +368,27 @@ def test_calculations_with_sizes_that_programs_do_not_know_get_a_graph_for_each_
     assert len(program.graphs) == 2
 
 
-class _Sized(Dataset[Any]):
-    """Random tensors of these sizes, one after the other and again."""
-
-    def __init__(self, *sizes: tuple[int, ...]) -> None:
-        self._sizes = sizes
+class _Drawn(Dataset[Any]):
+    """Random images with labels, of which nobody knows that all have one size."""
 
     def __len__(self) -> int:
         return 40
 
     def __getitem__(self, index: int) -> Any:
-        size = self._sizes[index % len(self._sizes)]
-        return torch.randn(size, generator=torch.Generator().manual_seed(index)), index % 3
+        return torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(index)), index % 3
+
+
+class _Masked(nn.Module):
+    """Attention by hand, with a mask of four dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(9, 4), nn.Linear(4, 9)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)[:, None]
+        out: torch.Tensor = self.out((torch.softmax(x @ x.mT + mask, -1) @ x)[:, 0])
+        return out
 
 
 def _convolutions() -> nn.Module:
@@ -387,54 +397,52 @@ def _convolutions() -> nn.Module:
     )
 
 
-def _sequences() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv1d(3, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, 3)
-    )
+@pytest.mark.parametrize("dataset", [TensorDataset(torch.randn(40, 3, 8, 8), torch.arange(40) % 3), _Drawn()])
+def test_sizes_that_cannot_change_are_not_traced_as_if_they_could(
+    monkeypatch: pytest.MonkeyPatch, dataset: Dataset[Any]
+) -> None:
+    """Of a large network of convolutions that takes minutes, and comes to nothing."""
+    export, exported = torch.export.export, []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        exported.append(kwargs)
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", noted)
+    job = Job(model=_convolutions, dataset=dataset, loss=F.cross_entropy, optimizer=programs._sgd, max_steps=1)
+    trace_of(job, (4, 3))
+    assert len(exported) == 1
+
+
+def test_a_mask_of_attention_may_be_as_long_as_the_next_sequence() -> None:
+    """Although it has as many dimensions as an image, and the first ones are alike."""
+
+    def batch(samples: int, length: int) -> Any:
+        return torch.ones(samples, length, dtype=torch.int64), torch.zeros(samples, 1, length, length)
+
+    job = Job(
+        model=_Masked, dataset=_Drawn(), step=lambda model, batch: model(*batch).square().mean(),
+        optimizer=programs._sgd, max_steps=1,
+    )  # fmt: skip
+    model = build_model(job)
+    layout = Layout.of(model)
+    program: Program = parse(trace(job, model, layout, [batch(4, 6), batch(3, 6)]), layout)
+    assert any(fits(graph, batch(5, 7)) for graph in program.graphs)
 
 
 @pytest.mark.parametrize(
-    ("model", "dataset", "tries"),
+    ("first", "second", "steady"),
     [
-        (_convolutions, TensorDataset(torch.randn(40, 3, 8, 8), torch.arange(40) % 3), {"fixed"}),
-        (_convolutions, _Sized((3, 8, 8)), {"fixed"}),
-        (_sequences, TensorDataset(torch.randn(40, 3, 8), torch.arange(40) % 3), {"fixed"}),
-        (_sequences, _Sized((3, 8)), {"free"}),  # the next ones may be longer
+        ([(4, 3, 8, 8), (4,)], [(3, 3, 8, 8), (3,)], {0}),
+        ([(4, 3, 8, 8), (4,)], [(3, 3, 6, 8), (3,)], set()),
+        ([(4, 3, 8, 8), (4, 8, 8)], [(3, 3, 8, 8), (3, 8, 8)], {0, 1}),  # a class for each pixel
+        ([(4, 3, 8, 8), (4, 8, 5)], [(3, 3, 8, 8), (3, 8, 5)], {0}),
+        ([(4, 6), (4, 1, 6, 6)], [(3, 6), (3, 1, 6, 6)], set()),
+        ([(4, 6, 5), (4, 6)], [(3, 6, 5), (3, 6)], set()),
+        ([(4, 1, 3, 8, 8), (4, 2)], [(3, 1, 3, 8, 8), (3, 2)], {0}),
+        ([()], [()], set()),
     ],
-)  # fmt: skip
-def test_sizes_that_cannot_change_are_not_traced_as_if_they_could(
-    monkeypatch: pytest.MonkeyPatch, model: Any, dataset: Any, tries: set[str]
-) -> None:
-    """Of a large network of convolutions that takes minutes, and comes to nothing."""
-    told: list[str] = []
-    export = torch.export.export
-
-    def noted(*args: Any, dynamic_shapes: Any, **kwargs: Any) -> Any:
-        told.append("fixed" if dynamic_shapes is None or set(dynamic_shapes[0][0]) == {0} else "free")
-        return export(*args, dynamic_shapes=dynamic_shapes, **kwargs)
-
-    monkeypatch.setattr(torch.export, "export", noted)
-    job = Job(model=model, dataset=dataset, loss=nn.CrossEntropyLoss(), optimizer=programs._sgd, max_steps=1)
-    trace_of(job, (4, 3))
-    assert tries <= set(told)
-    assert ("free" in told) == ("free" in tries)
-    if tries == {"fixed"}:
-        assert len(told) == 1
-
-
-def test_images_whose_first_ones_differ_may_have_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    export = torch.export.export
-
-    def noted(*args: Any, dynamic_shapes: Any, **kwargs: Any) -> Any:
-        told.append(dynamic_shapes)
-        return export(*args, dynamic_shapes=dynamic_shapes, **kwargs)
-
-    monkeypatch.setattr(torch.export, "export", noted)
-    batches = [(torch.randn(*size), torch.arange(size[0]) % 3) for size in ((4, 3, 8, 8), (3, 3, 6, 8))]
-    job = Job(
-        model=_convolutions, dataset=_Sized((3, 8, 8)), loss=nn.CrossEntropyLoss(), optimizer=programs._sgd, max_steps=1
-    )  # fmt: skip
-    model = build_model(job)
-    trace(job, model, Layout.of(model), batches)
-    assert any(2 in (shapes or [[{}]])[0][0] for shapes in told)
+)
+def test_what_is_taken_for_an_image(first: list[Any], second: list[Any], steady: set[int]) -> None:
+    job = Job(model=_Masked, dataset=_Drawn(), loss=F.cross_entropy, optimizer=programs._sgd, max_steps=1)
+    assert _steady(job, [[torch.zeros(shape) for shape in shapes] for shapes in (first, second)]) == steady

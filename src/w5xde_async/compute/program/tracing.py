@@ -398,14 +398,21 @@ def _export(
 
 def _steady(job: Job, batches: Sequence[Sequence[Tensor]]) -> set[int]:
     """Tensors of which no size changes but the number of samples: all of a TensorDataset, and images (of four
-    dimensions and more, with samples) whose first ones have one size.
+    dimensions and more, with samples) whose first ones have one size, with what is said of each pixel.
 
-    With sizes free that the model fixes, a trace of convolutions takes many times as long, and is thrown away.
+    With sizes free that the model fixes, a trace of convolutions takes many times as long, and is thrown away. A mask
+    of attention has as many dimensions, and the length of a sequence among its sizes: it is no image.
     """
+    tensors = batches[0]
     if type(job.dataset) is TensorDataset and job.collate is None:
-        return set(range(len(batches[0])))
-    alike = [{tuple(tensor.shape[1:]) for tensor in tensors} for tensors in zip(*batches, strict=True)]
-    return {index for index, shapes in enumerate(alike) if len(shapes) == 1 and batches[0][index].dim() >= 4}
+        return set(range(len(tensors)))
+    alike = [
+        index for index, found in enumerate(zip(*batches, strict=True)) if len({one.shape[1:] for one in found}) == 1
+    ]
+    lengths = {tensor.shape[1] for tensor in tensors if tensor.dim() == 2}
+    images = {index for index in alike if tensors[index].dim() >= 4 and lengths.isdisjoint(tensors[index].shape[1:])}
+    planes = {tensors[index].shape[-2:] for index in images}
+    return images | {index for index in alike if tensors[index].dim() == 3 and tensors[index].shape[1:] in planes}
 
 
 def _free(tensor: Tensor, samples: int, others: str) -> dict[int, Any]:
