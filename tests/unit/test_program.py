@@ -397,9 +397,22 @@ def _convolutions() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("dataset", [TensorDataset(torch.randn(40, 3, 8, 8), torch.arange(40) % 3), _Drawn()])
+def _sequences() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(3, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, 3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "dataset"),
+    [
+        (_convolutions, TensorDataset(torch.randn(40, 3, 8, 8), torch.arange(40) % 3)),
+        (_convolutions, _Drawn()),
+        (_sequences, TensorDataset(torch.randn(40, 3, 8), torch.arange(40) % 3)),
+    ],
+)  # fmt: skip
 def test_sizes_that_cannot_change_are_not_traced_as_if_they_could(
-    monkeypatch: pytest.MonkeyPatch, dataset: Dataset[Any]
+    monkeypatch: pytest.MonkeyPatch, model: Any, dataset: Dataset[Any]
 ) -> None:
     """Of a large network of convolutions that takes minutes, and comes to nothing."""
     export, exported = torch.export.export, []
@@ -409,7 +422,7 @@ def test_sizes_that_cannot_change_are_not_traced_as_if_they_could(
         return export(*args, **kwargs)
 
     monkeypatch.setattr(torch.export, "export", noted)
-    job = Job(model=_convolutions, dataset=dataset, loss=F.cross_entropy, optimizer=programs._sgd, max_steps=1)
+    job = Job(model=model, dataset=dataset, loss=F.cross_entropy, optimizer=programs._sgd, max_steps=1)
     trace_of(job, (4, 3))
     assert len(exported) == 1
 
