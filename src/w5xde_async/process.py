@@ -39,7 +39,7 @@ from w5xde_async.errors import (
     UsageError,
     W5xdeError,
 )
-from w5xde_async.users_code import heard
+from w5xde_async.users_code import heard, take_stdin
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,8 @@ def _allow_descriptors() -> None:
 
 
 def _need_threads() -> None:
-    """Raises LocalError. What is in C ends its process where it can start none (libuv), or interrupts it (OpenBLAS)."""
+    """Raises LocalError where this process can start next to no threads: libraries would abort it without a word
+    (libuv), or send it SIGINT (OpenBLAS)."""
     ready = threading.Event()
     started: list[threading.Thread] = []
     try:
@@ -216,7 +217,7 @@ def _need_threads() -> None:
             thread.join()
 
 
-_LEAST_THREADS = 8  # those that a worker has beside torch's
+_LEAST_THREADS = 8  # under ``ulimit -u 9`` a run of one worker came to its end
 _LEAST_DESCRIPTORS = 64  # a run of two workers takes 28
 _MOST_DESCRIPTORS = 1 << 16
 
@@ -282,7 +283,7 @@ def launch(
         as_json = settings.values["log_format"] == "json"
         exit_on_drain = settings.exit_on_drain
         if settings.exit_with_stdin:
-            line = _stdin_taken()
+            line = take_stdin()
             threading.Thread(target=_end_with, args=(line,), name="w5xde-parent", daemon=True).start()
         else:  # a parent of this project has said it
             for text in misspelt_variables(os.environ):
@@ -350,14 +351,6 @@ def _lacks_threads(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return all(map(_lacks_threads, error.exceptions))
     return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
-
-
-def _stdin_taken() -> int:
-    """Standard input, under another descriptor. The job's code finds an empty one: it would wait for the parent."""
-    line, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    return line
 
 
 def _end_with(line: int) -> None:

@@ -27,7 +27,6 @@ from w5xde_async.process import (
     _Early,
     _Ending,
     _ignore_signals,
-    _stdin_taken,
     keeping_objects,
     launch,
     signals,
@@ -35,6 +34,7 @@ from w5xde_async.process import (
 )
 from w5xde_async.settings import WorkerSettings
 from w5xde_async.telemetry.dashboard.connections import at_most
+from w5xde_async.users_code import take_stdin
 
 FREEZE = gc.freeze
 
@@ -354,7 +354,7 @@ def test_the_jobs_code_finds_nothing_to_read_where_the_parents_line_was() -> Non
     kept, (reader, writer) = os.dup(0), os.pipe()
     os.dup2(reader, 0)
     try:
-        line = _stdin_taken()
+        line = take_stdin()
         os.write(writer, b"told")
         assert os.read(0, 1) == b""
         assert os.read(line, 4) == b"told"

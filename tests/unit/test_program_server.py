@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +13,10 @@ from torch import nn
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.hub.members import program_server
-from w5xde_async.hub.members.program_server import ProgramServer
+from w5xde_async.hub.members.program_server import ProgramServer, _frame
 from w5xde_async.params.layout import Layout
 from w5xde_async.telemetry.events import Bus
-from w5xde_async.wire.messages import ProgramRequest
+from w5xde_async.wire.messages import Program, ProgramRequest
 
 
 class Asking:
@@ -61,3 +64,34 @@ async def test_it_is_traced_for_who_asks_or_while_nobody_computes(monkeypatch: p
     await asyncio.wait([running], timeout=5.0)
     assert started == ["train.py:job"]
     assert len(asks.told) == 1
+
+
+READS = """
+import sys, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from w5xde_async import Job
+
+def step(model, batch):
+    assert not sys.stdin.readline()
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+job = Job(
+    model=lambda: nn.Linear(4, 3), dataset=TensorDataset(torch.ones(8, 4), torch.arange(8) % 3), step=step, max_steps=1,
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+)
+"""
+
+
+@pytest.mark.slow
+def test_a_step_that_reads_standard_input_is_traced(tmp_path: Path) -> None:
+    """The coordinator holds the other end of that, and says nothing: the first worker would wait for ever."""
+    (tmp_path / "reads.py").write_text(READS)
+    command = [sys.executable, "-m", "w5xde_async.compute.program", f"{tmp_path}/reads.py:job", str(1 << 20), "4"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        try:
+            assert child.wait(50) == 0
+            assert child.stdout is not None
+            assert isinstance(_frame(child.stdout.read())[0], Program)
+        finally:
+            child.kill()

@@ -1,7 +1,7 @@
 """``python -m w5xde_async.compute.program JOB BUCKET_BYTES MICROBATCH``: trace a job; the coordinator's child.
 
 The answer is one frame on standard output: PROGRAM with its buffers, or REFUSED with the reason. What the job's own
-code prints goes nowhere. Ends when standard input does: whoever asked is gone.
+code prints goes nowhere, and it has nothing to read. Ends when standard input does: whoever asked is gone.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import sys
 import threading
 from dataclasses import replace
 
+from w5xde_async.users_code import take_stdin
+
 
 def main() -> int:
     """Trace, answer."""
     answer = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    threading.Thread(target=_end_with_stdin, name="w5xde-parent", daemon=True).start()
+    threading.Thread(target=_end_with, args=(take_stdin(),), name="w5xde-parent", daemon=True).start()
     if hasattr(os, "nice"):
         os.nice(5)
     reference, bucket_bytes, microbatch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -47,8 +49,8 @@ def main() -> int:
     return 0
 
 
-def _end_with_stdin() -> None:
-    while os.read(0, 4096):
+def _end_with(line: int) -> None:
+    while os.read(line, 4096):
         pass
     os._exit(1)
 
