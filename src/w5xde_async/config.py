@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import math
 import os
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, NoReturn
@@ -117,6 +118,20 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = re.sub(r": ignored explicit argument .*", " takes no value", message, flags=re.DOTALL)
         raise UsageError(message.replace("argument -", "-"))
+
+    def unknown(self, flag: str) -> UsageError:
+        """What is said of a flag that is none."""
+        near = difflib.get_close_matches(flag, self._option_string_actions, 1, 0.6)
+        return UsageError(f"there is no {flag}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+
+    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """``parse_args``, but a flag that is none is told before what is then missing. Raises UsageError."""
+        for argument in arguments:
+            flag = argument.partition("=")[0]
+            is_one = flag.startswith("--") and " " not in flag  # argparse takes what has a space for a value
+            if is_one and not any(known.startswith(flag) for known in self._option_string_actions):
+                raise self.unknown(flag)
+        return self.parse_args(arguments)
 
 
 # -- kinds

@@ -6,7 +6,6 @@ are those of the other programs: 2 wrong usage or job.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -370,8 +369,8 @@ def _shown(cell: float) -> str:
     return "-" if not cell else "< 0.01" if cell < _LEAST_SHOWN else f"{cell:.2f}" if cell < 9.95 else f"{cell:.1f}"
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """Of the command line; its ``parse_args`` raises UsageError."""
+def parser(prog: str) -> Parser:
+    """Of the command line; its ``read`` raises UsageError."""
     parser = Parser(
         prog=prog,
         description="What a job's model needs in memory, process by process. Nothing of it is allocated.",
@@ -390,7 +389,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.memory") -> int:
     """Print the table; the result is the exit code."""
     try:
-        given = parser(prog).parse_args(sys.argv[1:] if arguments is None else arguments)
+        given = parser(prog).read(sys.argv[1:] if arguments is None else arguments)
         islands = [IslandShape.parse(text) for text in given.island or _SHOWN]
         need(given.job.count(":") >= 1, f"{given.job!r} is not FILE.py:NAME or MODULE:NAME")
         rule = rule_of(UpdateConfig(rule=given.update, codec=given.codec))

@@ -6,7 +6,6 @@ those of the other programs: 2 wrong usage, 3 nobody answers, or not that run, 4
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import hmac
 import http.client
@@ -75,8 +74,8 @@ class _NotRunning(W5xdeError):
     exit_code = ExitCode.UNREACHABLE
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """Of the command line; its ``parse_args`` raises UsageError."""
+def parser(prog: str) -> Parser:
+    """Of the command line; its ``read`` raises UsageError."""
     parser = Parser(prog=prog, description=(__doc__ or "").split("\n\n")[0].split(": ", 1)[-1].capitalize())
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -92,7 +91,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.status") -> int:
     """Show the run; the result is the exit code."""
     try:
-        given = parser(prog).parse_args(sys.argv[1:] if arguments is None else arguments)
+        given = parser(prog).read(sys.argv[1:] if arguments is None else arguments)
         interval_s = _INTERVAL.value_at("--interval", given.interval)
         dashboard = _Dashboard(_of_server(given.server)) if given.server else _of_run(given.run_dir)
         if given.json:

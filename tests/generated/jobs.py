@@ -242,8 +242,8 @@ def sampler_of(scenario: Scenario) -> Sampler:
     )  # fmt: skip
 
 
-def expected_applications(scenario: Scenario) -> Tensor:
-    """What ``applied`` is when each sample of each step was applied once."""
+def expected_applications(scenario: Scenario, *, weighted: bool = True) -> Tensor:
+    """What ``applied`` is when each sample of each step was applied once; or how often each is in a step at all."""
     sampler, expected = sampler_of(scenario), torch.zeros(scenario.samples, dtype=torch.float64)
     plans = [sampler.plan(step) for step in range(scenario.total_steps)]
     ids = list(range(scenario.samples))
@@ -252,5 +252,5 @@ def expected_applications(scenario: Scenario) -> Tensor:
         ids = in_order(counted, 1 + int(plans[-1].indices[-1]) // scenario.samples)
     for plan in plans:
         for index in plan.indices.tolist():
-            expected[ids[index]] += scenario.batch / plan.num_samples
+            expected[ids[index]] += scenario.batch / plan.num_samples if weighted else 1
     return expected

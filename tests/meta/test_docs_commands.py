@@ -141,7 +141,7 @@ def parse(program: str, arguments: list[str]) -> None:
             launch.parse(given, program)
         return
     if program in ("status", "memory"):
-        (status if program == "status" else memory).parser(program).parse_args(given)
+        (status if program == "status" else memory).parser(program).read(given)
         return
     if program in ("facade.guava", "facade.guava.workers.network_worker"):
         guava.parser().parse_args(given)

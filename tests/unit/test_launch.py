@@ -72,6 +72,23 @@ def test_what_the_programs_would_refuse_is_refused_first(arguments: Sequence[str
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        ("launch slurm train.py:job --wokers 3", "--workers"),
+        ("launch slurm train.py:job --wokers=3", "--workers"),
+        ("memory --islnd fsdp=2", "--island"),
+        ("status --jsn", "--json"),
+    ],
+)
+def test_a_flag_that_is_none_is_told_before_what_is_missing(
+    capsys: pytest.CaptureFixture[str], arguments: str, near: str
+) -> None:
+    assert main(arguments.split()) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert f"; did you mean {near}?" in said
+
+
 def test_a_run_is_named_after_its_job() -> None:
     names = [name_of(job) for job in ("train.py:job", "a/b/My Model_2.py:job", "pack.age:job", "42.py:job")]
     assert names == ["train", "my-model-2", "age", "42"]

@@ -17,8 +17,8 @@ _MEMORY = size("a size like 4GB or 16GiB, at least 64MiB", lambda n: n >= 64 << 
 _WHOLE, _COUNT = whole(0), whole(1, 100_000)
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """Of the command line; its ``parse_args`` raises UsageError."""
+def parser(prog: str) -> Parser:
+    """Of the command line; its ``read`` raises UsageError."""
     parser = Parser(
         prog=prog, usage=f"{prog} k8s|slurm|ray JOB --workers N [options] [-- options of the coordinator]",
         description="Start a run on a job engine: it begins with the first worker that the engine starts, and has more "
@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str], prog: str) -> tuple[argparse.Namespace, Plan
     """The command line and what it asks for. Raises UsageError."""
     given = list(arguments)
     cut = given.index("--") if "--" in given else len(given)
-    told = parser(prog).parse_args(given[:cut])
+    told = parser(prog).read(given[:cut])
     need((told.engine == "k8s") == (told.image is not None), "--image is for k8s, and needed there")
     plan = Plan(
         job=told.job, name=name_of(told.job) if told.name is None else told.name,

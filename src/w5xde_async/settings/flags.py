@@ -262,7 +262,7 @@ class _Formatter(argparse.HelpFormatter):
         return text
 
 
-def _parser(program: type[Program], prog: str, *, everyday: bool = False) -> argparse.ArgumentParser:
+def _parser(program: type[Program], prog: str, *, everyday: bool = False) -> Parser:
     """``everyday``: with a help of those settings alone that most runs need."""
     few = program.everyday.split() if everyday else []
     parser = Parser(
@@ -309,8 +309,7 @@ def _parse(program: type[Program], arguments: Sequence[str], prog: str) -> dict[
         flag = rest[0].partition("=")[0].replace("_", "-")
         if flag == "--token":
             raise UsageError(_NO_TOKEN_FLAG)
-        near = difflib.get_close_matches(flag, known, 1, 0.6)
-        raise UsageError(f"there is no {flag}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+        raise parser.unknown(flag)
     if values.pop("help", False):
         raise Answer(_parser(program, prog, everyday=True).format_help().rstrip("\n"))
     if values.pop("help_all", False):
