@@ -238,7 +238,7 @@ class FsdpEngine:
 
     def _microbatch(self, piece: Any, weight: float, *, last: bool, current: _Round) -> tuple[Tensor, Any]:
         self._whole.set_requires_gradient_sync(last)
-        self._log, current.last_of_leaf = [], last
+        self._log = []
         self._came.clear()
         self._again.clear()
         self._num_came, self._in_forward, self._in_backward = 0, None, None
@@ -551,7 +551,7 @@ class _Round:
         self.last, self.real, self.microbatches = last, real, microbatches
         self.step, self.loss_scale = task.step, task.loss_scale
         self.done = 0  # microbatches
-        self.last_of_leaf = self.failed = self.drew = False
+        self.failed = self.drew = False
         self.changed: set[int] = set()  # buffers
         self.extras: _Extras | None = None
 

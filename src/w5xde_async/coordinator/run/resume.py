@@ -87,7 +87,7 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
             notes.append(f"its checkpoint was written by run {other}; from here on it is run {directory.run_id}")
         if num_skipped:
             notes.append(f"the run goes on from the checkpoint of step {record.step}, the newest whole one")
-        notes.extend(f"{path} belongs to another course of the run" for path in store.abandon_after(record.step))
+        notes.extend(f"a later checkpoint was set aside as {path}" for path in store.abandon_after(record.step))
         if 0 < point.step < spec.total_steps:
             notes.extend(_forgotten(strategy))
     journalled = config.durability == "journal"
