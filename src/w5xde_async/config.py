@@ -115,6 +115,10 @@ class Config:
 class Parser(argparse.ArgumentParser):
     """Of a command line. Raises UsageError, in one line that begins with the flag."""
 
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # a value, which its kind refuses: -1ms, -5MiB too
+
     def error(self, message: str) -> NoReturn:
         message = re.sub(r": ignored explicit argument .*", " takes no value", message, flags=re.DOTALL)
         raise UsageError(message.replace("argument -", "-"))
@@ -261,6 +265,8 @@ PATH = Kind("a path", "FILE", _path, _is_path)
 THREADS = whole(1, 4096)  #: one process may have
 MOST_NAMED = 100  #: characters of a name
 NAME = text(
-    f"a text of 1 to {MOST_NAMED} characters without '/'", "NAME", rf"(?!\.{{1,2}}$)[^/\x00-\x1f]{{1,{MOST_NAMED}}}"
+    f"a text of 1 to {MOST_NAMED} characters without '/', not blank",
+    "NAME",
+    rf"(?!\.{{1,2}}$)(?=.*\S)[^/\x00-\x1f]{{1,{MOST_NAMED}}}",
 )
 FOLDER = Kind("a directory, which need not exist yet", "DIR", _folder, _is_path)

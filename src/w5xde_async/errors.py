@@ -268,7 +268,7 @@ class Unreachable(LinkLost):
         if heard:
             advice = f"when it was last heard of it was at {heard}, and it may have ended since"
         what = "not taken in by the coordinator at" if answered else "no coordinator reachable at"
-        self.args = (f"{what} {peer} within {waited_s:.0f} s ({reason}); {advice}",)
+        self.args = (f"{what} {peer} within {waited_s:.{'0f' if waited_s >= 1 else '2g'}} s ({reason}); {advice}",)
 
 
 class Refused(W5xdeError):

@@ -72,6 +72,23 @@ _NEVER = 1 << 30  # collections of young objects before a full one
 _STOPS = ("SIGINT", "SIGTERM", "SIGBREAK")  # the last on Windows: Ctrl-Break, and a console that is closed
 
 
+class _Echoes:
+    """Tells a signal's echo: timeout(1), and programs that run programs, pass on what the terminal has told the whole
+    group, so that the same one comes twice within ``_ECHO_S``."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._told_at: dict[int, float] = {}
+
+    def among(self, number: int) -> bool:
+        """Whether this one, which comes now, is one."""
+        now = self._clock()
+        if now - self._told_at.get(number, -math.inf) < _ECHO_S:
+            return True
+        self._told_at[number] = now
+        return False
+
+
 class _Early:
     """The handler of a signal that comes before anybody listens to it. ``came``: which, once it did.
 
@@ -81,9 +98,11 @@ class _Early:
 
     def __init__(self, *, stops: bool = False) -> None:
         self.came: int | None = None
-        self._stops = stops
+        self._stops, self._echoes = stops, _Echoes()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._echoes.among(number):
+            return
         again, self.came = self.came in _known(*_STOPS), number
         if self._stops:
             if again:
@@ -101,9 +120,11 @@ class _Ending:
     way. Another ends the process at once."""
 
     def __init__(self) -> None:
-        self._came = False
+        self._came, self._echoes = False, _Echoes()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._echoes.among(number):
+            return
         if self._came:
             os._exit(ExitCode.INTERRUPTED_TWICE)
         self._came = True
@@ -325,6 +346,7 @@ def launch(
                 return _fail(prog, lack, as_json)
             code = exit_code_of(CTRL_C if stops.came is None else _reason(stops.came), exit_on_drain)
             _complain(prog, "stopped before it began", code, as_json)
+            atexit.register(_ignore_signals)
             return code
         if isinstance(error, W5xdeError):
             return _fail(prog, error, as_json)
@@ -371,8 +393,7 @@ def signals(
 ) -> Iterator[None]:
     """The first SIGINT or SIGTERM calls ``stop(reason)``; another after that ends the process with 130 at once.
 
-    The same signal within ``_ECHO_S`` is no other one: timeout(1) and programs that run programs pass on what the
-    terminal has told the whole group.
+    An echo (``_Echoes``) is no other one.
 
     A signal named in ``warns`` calls ``stop`` too, and counts as neither: a job engine sends it, and SIGTERM some time
     later.
@@ -382,17 +403,15 @@ def signals(
     """
     loop = asyncio.get_running_loop()
     told, unheard_since = 0, math.inf
-    told_at: dict[signal.Signals, float] = {}
+    echoes = _Echoes(loop.time)
     forewarnings = _known(*warns)
 
     def received(number: signal.Signals) -> None:
         nonlocal told, unheard_since
         unheard_since = math.inf
         if number not in forewarnings:
-            now = loop.time()
-            if now - told_at.setdefault(number, -math.inf) < _ECHO_S:
+            if echoes.among(number):
                 return
-            told_at[number] = now
             told += 1
         if told > 1:
             if abandon is not None:

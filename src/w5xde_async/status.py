@@ -25,6 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 from w5xde_async.config import Kind, Parser, duration_s
 from w5xde_async.errors import ExitCode, Unreachable, UsageError, W5xdeError, need
 from w5xde_async.net.endpoint import valid_host
+from w5xde_async.store.filesystem import read_regular
 from w5xde_async.telemetry import wording
 from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
 
@@ -159,7 +160,7 @@ def _of_run(run_dir: Path | None) -> _Dashboard:
         need(run_dir.is_dir(), f"--run-dir: there is no directory {run_dir}")
         path = run_dir / LINK_FILE
     try:
-        link = DashboardLink.parse(path.read_text(encoding="utf-8"))
+        link = DashboardLink.parse(read_regular(path).decode())
     except FileNotFoundError:
         raise UsageError(f"{path.parent} shows no dashboard: it does not run, or runs with --no-dashboard") from None
     except (OSError, ValueError) as error:
@@ -170,7 +171,7 @@ def _of_run(run_dir: Path | None) -> _Dashboard:
 def _run_id(run_dir: Path) -> str | None:
     """As the store writes it; None where that cannot be read."""
     try:
-        return str(json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["run_id"])
+        return str(json.loads(read_regular(run_dir / "run.json"))["run_id"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

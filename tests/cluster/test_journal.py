@@ -115,9 +115,7 @@ def prepared(make: Callable[[], Job], run: Path, **config: Any) -> Prepared:
     """What a start would begin with; its directory is let go of."""
     found = prepare(make(), settings(**{"durability": "journal", **config}), run, lambda: "0" * 16)
     assert found.spec.files is not None
-    found.spec.files.directory.close()
-    if found.spec.files.journal is not None:
-        found.spec.files.journal.close()
+    found.spec.files.close()
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,3 +81,24 @@ async def test_a_dataset_that_hangs_is_named_and_no_worker_blamed(
     said = [event.text for event in events if isinstance(event, Warned)]
     assert [text for text in said if text.startswith("no sample has been read for ")] == said[:1]
     assert not [text for text in said if "overdue" in text]
+
+
+def test_a_coordinator_that_stood_still_does_not_blame_the_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SIGSTOP, a laptop's lid: nothing was read for as long as it did nothing at all."""
+    now, said = 100.0, list[str]()
+    phase = object.__new__(training.Phase)
+    silent_since = now
+    context = SimpleNamespace(clock=lambda: now, loader=SimpleNamespace(silent_s=0.0))
+    monkeypatch.setattr(phase, "_context", context, raising=False)
+    monkeypatch.setattr(phase, "warn", said.append)
+    phase._reading_hangs, phase._silent_s, phase._looked_at = False, 0.0, now
+    for seconds in (1.0, 1.0, 600.0, 1.0):
+        now += seconds
+        context.loader.silent_s = now - silent_since
+        phase.note_reading()
+    assert not said
+    for _ in range(60):
+        now += 1.0
+        context.loader.silent_s = now - silent_since
+        phase.note_reading()
+    assert len(said) == 1

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from w5xde_async.process import (
     _SLICE_NS,
     _allow_descriptors,
     _Early,
+    _Echoes,
     _Ending,
     _ignore_signals,
     keeping_objects,
@@ -56,18 +58,43 @@ def test_a_second_stop_before_the_beginning_ends_at_once(monkeypatch: pytest.Mon
     assert ended.value.args == (ExitCode.INTERRUPTED_TWICE,)
 
 
+@pytest.mark.parametrize("handler", [_Early(stops=True), _Ending()], ids=["it starts", "it ends"])
+def test_an_echo_is_no_second_stop(handler: _Early | _Ending, monkeypatch: pytest.MonkeyPatch) -> None:
+    """timeout(1) passes on what the terminal has told the whole group."""
+
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    now = 0.0
+    monkeypatch.setattr("os._exit", end)
+    monkeypatch.setattr(handler, "_echoes", _Echoes(lambda: now))
+    with suppress(KeyboardInterrupt):
+        handler(signal.SIGTERM, None)
+    now = 0.2
+    handler(signal.SIGTERM, None)
+    now = 0.3
+    with pytest.raises(Ended):
+        handler(signal.SIGTERM, None)
+
+
 EARLY = """
-import sys
+import os, signal, sys
 from w5xde_async.process import launch
 
 def kind():
     {what}
 
+class Last:
+    def __del__(self, kill=os.kill, own=os.getpid(), number=signal.SIGTERM):  # while Python ends
+        {last}
+
+last = Last()
 sys.exit(launch(kind, [], prog="early", prepare=None, exit_on_drain=75))
 """
 KILLED = "exec('import os, signal; os.kill(os.getpid(), signal.SIGTERM)\\nfor _ in range(10**7): pass')"
 
 
+@pytest.mark.parametrize("last", ["pass", "kill(own, number)"])
 @pytest.mark.parametrize(
     "what",
     [
@@ -79,8 +106,8 @@ KILLED = "exec('import os, signal; os.kill(os.getpid(), signal.SIGTERM)\\nfor _ 
     ],
     ids=["within exec", "swallowed, and failed of it"],
 )
-def test_a_stop_before_the_beginning_has_its_exit_code(what: str, tmp_path: Path) -> None:
-    (tmp_path / "early.py").write_text(EARLY.format(what=what))
+def test_a_stop_before_the_beginning_has_its_exit_code(what: str, last: str, tmp_path: Path) -> None:
+    (tmp_path / "early.py").write_text(EARLY.format(what=what, last=last))
     paths = os.pathsep.join(str(path) for path in (tmp_path, *sys.path))
     done = subprocess.run(
         [forking.PYTHON, "-m", "early"], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,

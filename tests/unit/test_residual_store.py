@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -88,6 +89,27 @@ def test_old_files_go(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"residual-run2-a-cc.safetensors", "mine.safetensors"}
     forget(None, "run")
     forget(tmp_path / "nowhere", "run")
+
+
+def test_other_values_than_were_kept_are_not_taken_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They would count as what this worker computed: with a NaN among them it would be put out as a liar."""
+    leave(tmp_path, "a", "aa", 1.0)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for damaged in (whole[:-4] + b"\0\0\xc0\x7f", whole[:-2] + bytes([whole[-2] ^ 1, whole[-1]])):
+        path.write_bytes(damaged)
+        assert come(tmp_path, "a", "bb") == 0
+        assert "does not match its digest" in caplog.text
+        caplog.clear()
+    path.write_bytes(whole)
+    assert come(tmp_path, "a", "bb") > 0
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(tmp_path / "residual-run-a-aa.safetensors")
+    assert come(tmp_path, "a", "bb") == 0
+    assert "is no regular file" in caplog.text
 
 
 def test_what_cannot_be_read_or_written_ends_nothing(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from w5xde_async.errors import CheckpointCorrupt, ExitCode, RunDirBusy, StoreError
+from w5xde_async.store import rundir
 from w5xde_async.store.checkpoint import CheckpointStore, Record
 from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.store.rundir import RunDir, RunDirUnusable, Superseded, export_model, export_tensors
@@ -347,7 +348,7 @@ def test_places_that_cannot_hold_a_run(tmp_path: Path, monkeypatch: pytest.Monke
     def denied(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(rundir, "regular", denied)
     assert "permission denied; make it writable" in unusable(tmp_path / "denied")
 
 

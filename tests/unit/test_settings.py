@@ -198,6 +198,9 @@ def test_a_misspelt_variable_is_named_with_the_near_one() -> None:
         (("j.py:j", "--no-quarantine=yes"), ("--no-quarantine takes no value",)),
         (("j.py:j", "--threads", "100000"), ("--threads", "'100000'", "from 1 to 4096")),
         (("j.py:j", "--outer-lr", "1e308"), ("--outer-lr", "at most 1e30")),
+        (("j.py:j", "--max-time", "-1ms"), ("--max-time: '-1ms' will not do", "2h")),
+        (("j.py:j", "--loader-processes", "99999"), ("--loader-processes", "from 0 to 4096")),
+        (("j.py:j", "--name", "  "), ("--name", "not blank")),
     ],
 )  # fmt: skip
 def test_one_line_says_what_is_wrong(arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
@@ -219,6 +222,22 @@ def test_no_path_is_empty(program: type[Program], tmp_path: Path) -> None:
             file.write_text(f'[{program.table}]\n{one.name} = ""\n')
             with pytest.raises(UsageError, match=f"{one.name}: '' will not do"):
                 read(program, ("--config", str(file)), prog="p", environment={})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--pp-stages", "a,b"), "--pp-stages: there is no island; give --island or"),
+        (("--pp-schedule", "gpipe", "--island-interface", "lo"), "--island-interface and --pp-schedule: there is no"),
+        (("--checkpoint-activations",), "--checkpoint-activations: there is no island"),
+        (("--device", "cuda:-1"), "--device: 'cuda:-1' will not do"),
+        (("--device", "cpu:x"), "--device: 'cpu:x' will not do"),
+        (("--inline-block", "-1ms"), "--inline-block: '-1ms' will not do"),
+    ],
+)
+def test_what_a_worker_has_no_use_for_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError, match=f"^{re.escape(said)}"):
+        read(WorkerSettings, ("--server", "h:1", *arguments), prog="p", environment={})
 
 
 def test_a_run_is_named_after_its_directory_however_long_that_is_called() -> None:

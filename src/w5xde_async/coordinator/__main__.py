@@ -41,6 +41,7 @@ _STOPPING = (
     "{reason}: the step under way is finished (at most {grace_s:.0f} s), then a checkpoint is saved; again: ends at "
     "once, and loses what is not saved"
 )
+_NOT_BEGUN = "{reason}: the run is still being prepared, and ends as soon as it is; again: ends at once"
 _ABANDONED = "ended at once, at step {step}: what was not saved is lost; the same command goes on from what was"
 
 
@@ -125,12 +126,12 @@ def _prepare(
             job, run_dir=run_dir, name=settings.name or "", config=config, bus=bus, job_reference=reference,
             settings=to_mapping(settings),
         )  # fmt: skip
-        stop_reason = ""
+        stop_reason, begun = "", False
 
         def stop(reason: str) -> None:
             nonlocal stop_reason
             stop_reason = reason
-            bus.publish(Warned(text=_STOPPING.format(reason=reason, grace_s=config.grace_s)))
+            bus.publish(Warned(text=(_STOPPING if begun else _NOT_BEGUN).format(reason=reason, grace_s=config.grace_s)))
             coordinator.request_stop(reason)
 
         def abandon() -> None:
@@ -144,6 +145,7 @@ def _prepare(
             stack.enter_context(memory_reports(settings.profile_memory, "coordinator"))
             with keeping_objects():
                 await coordinator.start()
+            begun = True
             if useless := settings.without_effect():
                 bus.publish(Warned(text=useless))
             stack.push_async_callback(coordinator.aclose)

@@ -58,6 +58,11 @@ from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import ByeCode
 
+#: After so long a start says what it does: whoever waits cannot tell a large model from a disk that hangs.
+_SLOW_START_S = 30.0
+_SLOW_START = (
+    "the run has been in preparation for {seconds:.0f} s: its model is built, and what the run directory holds is read"
+)
 _LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -66,6 +71,17 @@ def _prepared(*given: Any) -> Prepared:
         return prepare(*given)
     finally:
         release_helpers()  # else what the event loop computes with several threads takes three times as long
+
+
+def _let_go(preparing: asyncio.Future[Prepared]) -> None:
+    """A start that nobody waits for any more has come to its end: it holds nothing."""
+    if preparing.cancelled() or preparing.exception() is not None:
+        return
+    spec = preparing.result().spec
+    if spec.segment is not None:
+        spec.segment.close()
+    if spec.files is not None:
+        spec.files.close()
 
 
 class Coordinator:
@@ -144,14 +160,25 @@ class Coordinator:
             None, _prepared, self.job, self.config, self._run_path, lambda: self._runtime.random_bytes(8).hex(),
             not self._reference, self._runtime.filesystem,
         )  # fmt: skip
+        stopping = asyncio.create_task(self._stopped.wait())
         try:
-            self._prepared = prepared = await asyncio.shield(preparing)
+            waited, first = (preparing, stopping), asyncio.FIRST_COMPLETED
+            if not (await asyncio.wait(waited, timeout=_SLOW_START_S, return_when=first))[0]:
+                self.bus.publish(Warned(text=_SLOW_START.format(seconds=_SLOW_START_S)))
+                await asyncio.wait(waited, return_when=first)
+            if not preparing.done() and await self._deadline.wait(asyncio.shield(preparing), "the start") is None:
+                assert self._deadline.error is not None
+                preparing.add_done_callback(_let_go)
+                raise self._deadline.error
+            self._prepared = prepared = preparing.result()
         except asyncio.CancelledError:
             await asyncio.wait([preparing])  # a thread cannot be cancelled, and it may come to hold the directory
             if preparing.exception() is None:
                 self._prepared = preparing.result()
                 await self._close()
             raise
+        finally:
+            stopping.cancel()
         try:
             await self._open(prepared)
         except BaseException:

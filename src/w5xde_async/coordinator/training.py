@@ -44,6 +44,7 @@ _MOST_NAMED = 1024  # workers
 _MOST_CAUSES = 64
 _TOLD_AGAIN_S = 60.0
 _SILENT_READ_S = 60.0
+_LONGEST_TICK_S = 5.0  # between two looks at it: what is longer, this process stood still
 _MOST_SHOWN = 32  # sample indices in a warning
 
 
@@ -227,7 +228,7 @@ class Phase:
         self._told_of: dict[str, float] = {}  # when a failure was told, by its cause
         self._unread: dict[str, None] = {}  # workers that could not read their own data; they were named once
         self._foreign: dict[str, None] = {}  # those whose data is not the run's
-        self._reading_hangs = False
+        self._reading_hangs, self._silent_s, self._looked_at = False, 0.0, 0.0
         self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
 
     def warn(self, text: str) -> None:
@@ -236,7 +237,9 @@ class Phase:
 
     def note_reading(self) -> None:
         """Name the dataset, once each time, where work waits for it and nothing comes."""
-        silent_s = self._context.loader.silent_s
+        now = self._context.clock()
+        passed_s, self._looked_at = min(now - self._looked_at, _LONGEST_TICK_S), now
+        silent_s = self._silent_s = min(self._context.loader.silent_s, self._silent_s + passed_s)
         hangs = silent_s >= _SILENT_READ_S
         if hangs and not self._reading_hangs:
             self.warn(

@@ -16,7 +16,7 @@ class ReadersConfig(Config):
     """
 
     loader_threads: int = setting(1, "threads that read the dataset", whole(0, 4096), "data")
-    loader_processes: int = setting(0, "processes that read the dataset", whole(0), "data")
+    loader_processes: int = setting(0, "processes that read the dataset", whole(0, 4096), "data")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,14 @@ import shlex
 import ssl
 import stat
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 from w5xde_async.config import PATH, YES_OR_NO, Config, setting
 from w5xde_async.errors import StoreError, UsageError, need
+from w5xde_async.store.filesystem import regular
 
 _CERTIFICATE, _KEY = OWN_FILES = "cert.pem", "key.pem"
 _VALID_DAYS = 3650
@@ -102,8 +104,11 @@ def own_certificate(directory: Path, name: str) -> TlsFiles:
     except OSError as error:
         raise StoreError(str(directory), f"cannot keep the certificate: {error.strerror or error}") from error
     try:
+        for path in (directory / _CERTIFICATE, directory / _KEY):
+            with suppress(FileNotFoundError), open(path, "rb", opener=regular):
+                pass  # OpenSSL would wait for a pipe
         _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files)
-    except UsageError as error:
+    except (OSError, UsageError) as error:
         again = f"delete {directory / _CERTIFICATE}, and the next start makes another pair, with another join string"
         raise UsageError(f"{error}; {again}") from None
     if sys.platform != "win32" and stat.S_IMODE((directory / _KEY).stat().st_mode) & 0o077:

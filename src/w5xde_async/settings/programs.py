@@ -210,6 +210,10 @@ class WorkerSettings(Program):
 
     def require(self) -> None:
         need(self.island is None or self.island_member is None, "give --island or --island-member, not both")
+        if self.island is None and self.island_member is None:
+            useless = [name for name in _OF_ISLANDS if getattr(self, name) != getattr(type(self), name)]
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in useless)
+            need(not useless, f"{flags}: there is no island; give --island or --island-member too, or leave it out")
         given = [name for name in ("join_file", "join", "server") if getattr(self, name) is not None]
         need(bool(given), "--join-file or --server is missing: the coordinator prints the whole command")
         need(len(given) < 2, f"{' and '.join(given)} both say where the coordinator is; leave out one of them")
@@ -275,6 +279,8 @@ class TuningSettings(CoordinatorSettings):
     seconds: float = setting(3.0, "of each measurement; two for each size", TIME, "the run")
 
 
+#: Settings of a worker that only an island has a use for.
+_OF_ISLANDS = ("island_interface", "pp_schedule", "pp_stages", "checkpoint_activations")
 PROGRAMS: tuple[type[Program], ...] = (CoordinatorSettings, WorkerSettings)
 _OTHER_VARIABLES = ("W5XDE_TOKEN", "W5XDE_DASHBOARD_LINK", "W5XDE_FAILPOINTS")
 

@@ -26,7 +26,15 @@ from torch import Tensor
 
 from w5xde_async.errors import CheckpointCorrupt, StoreError
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.store.filesystem import Filesystem, disk_errors, explain, temporary_beside, unused
+from w5xde_async.store.filesystem import (
+    Filesystem,
+    disk_errors,
+    explain,
+    read_regular,
+    regular,
+    temporary_beside,
+    unused,
+)
 from w5xde_async.store.state import JSON
 from w5xde_async.store.tensors import read_tensors, write_tensors
 
@@ -271,7 +279,7 @@ class CheckpointStore:
         name = f"{group}.safetensors"
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         try:
-            with (path / name).open("rb") as file:
+            with open(path / name, "rb", opener=regular) as file:
                 found = file.seek(0, 2)
                 file.seek(0)
                 if found != nbytes:
@@ -312,7 +320,7 @@ def _encode_manifest(body: dict[str, Any]) -> bytes:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        data = (path / MANIFEST).read_bytes()
+        data = read_regular(path / MANIFEST)
     except FileNotFoundError as error:
         raise CheckpointCorrupt(str(path), f"{MANIFEST} is missing") from error
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -50,6 +51,23 @@ def disk_errors(path: Path, doing: str) -> Iterator[None]:
         raise StoreError(str(path), f"cannot {doing}: {explain(error)}") from error
 
 
+def regular(path: str, flags: int) -> int:
+    """An ``opener`` of ``open`` for what is found on a disk. A pipe in a file's place would be waited for, a device may
+    have no end: OSError."""
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a directory, ``open`` says so
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"{os.path.basename(path)} is no regular file", path)
+    return descriptor
+
+
+def read_regular(path: Path) -> bytes:
+    """All of a file. Raises OSError."""
+    with open(path, "rb", opener=regular) as file:
+        return file.read()
+
+
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
@@ -80,7 +98,7 @@ class Filesystem:
 
     def append(self, path: Path) -> FileIO:
         """Open a file for writing at its end, without a buffer; it is made where it is not there."""
-        return FileIO(path, "ab")
+        return FileIO(path, "ab", opener=regular)
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
         file.write(data)
@@ -92,7 +110,7 @@ class Filesystem:
 
     def sync_file(self, path: Path) -> None:
         """Return when the bytes of a file that another process may have left are on the disk."""
-        with path.open("r+b") as file:
+        with open(path, "r+b", opener=regular) as file:
             os.fsync(file.fileno())
 
     def rename(self, source: Path, target: Path) -> None:

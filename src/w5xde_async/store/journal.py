@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 
 from w5xde_async.errors import CheckpointCorrupt, StoreError
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.store.filesystem import Filesystem, disk_errors, explain, temporary_beside, unused
+from w5xde_async.store.filesystem import Filesystem, disk_errors, explain, regular, temporary_beside, unused
 from w5xde_async.store.state import JSON
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class Journal:
 
     def _read_segment(self, segment: _Segment, following: _Segment | None, replay: Replay) -> Iterator[Entry]:
         path = segment.path
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular) as file:
             size = file.seek(0, 2)
             end = following.previous_nbytes if following is not None else size
             if end > size:
@@ -210,7 +210,7 @@ class Journal:
 
     def _durable_beyond(self, path: Path, damaged_at: int) -> bool:
         """Whether a whole record behind ``damaged_at`` says that the damaged one had been durable."""
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        with open(path, "rb", opener=regular) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
             at = view.find(_MAGIC, damaged_at + 1)
             while at >= 0:
                 header = _unpack(view[at : at + _HEADER_BYTES])
@@ -228,7 +228,7 @@ class Journal:
 
     def _read_header(self, path: Path) -> _Segment:
         with disk_errors(path, "read the journal"):
-            with path.open("rb") as file:
+            with open(path, "rb", opener=regular) as file:
                 size = file.seek(0, 2)
                 file.seek(0)
                 prefix = file.read(_SEGMENT_PREFIX.size)

@@ -23,7 +23,16 @@ from torch import Tensor, nn
 
 from w5xde_async.errors import ExitCode, RunDirBusy, StoreError
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.store.filesystem import FencedFilesystem, Filesystem, disk_errors, explain, is_at, replace_file
+from w5xde_async.store.filesystem import (
+    FencedFilesystem,
+    Filesystem,
+    disk_errors,
+    explain,
+    is_at,
+    read_regular,
+    regular,
+    replace_file,
+)
 from w5xde_async.store.tensors import write_tensors
 from w5xde_async.store.toml import to_toml
 
@@ -173,7 +182,7 @@ class RunDir:
     def _read_identity(self) -> tuple[str, int]:
         path = self.path / _IDENTITY
         try:
-            content = json.loads(path.read_bytes())
+            content = json.loads(read_regular(path))
             run_id, term = content["run_id"], content["term"]
             if not _RUN_ID.fullmatch(run_id) or type(term) is not int or not 0 <= term < 1 << 63:
                 raise ValueError("values out of range")
@@ -301,7 +310,7 @@ def _first_free(stem: Path) -> Path:
 def _take_lock(path: Path, filesystem: Filesystem) -> IO[str]:
     try:
         filesystem.make_directories(path)
-        lock = (path / _LOCK).open("a+", encoding="utf-8")
+        lock = open(path / _LOCK, "a+", encoding="utf-8", opener=regular)
     except OSError as error:
         # mkdir says "exists" of a file in the way; the person needs to hear what stands there.
         in_the_way = isinstance(error, FileExistsError)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from w5xde_async.errors import StoreError
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.store.filesystem import Filesystem, is_at
+from w5xde_async.store.filesystem import Filesystem, is_at, regular
 from w5xde_async.telemetry.events import Event
 from w5xde_async.telemetry.records import SECRETS, read_records, to_line, to_record
 
@@ -203,7 +203,7 @@ def _drop_redone(filesystem: Filesystem, path: Path, resumed_step: int) -> None:
     """Rewrite the file without records of later steps and without a torn last line, if it has any."""
     temporary = path.with_name(f".tmp-{path.name}-{os.urandom(4).hex()}")
     try:
-        with path.open("rb") as old:
+        with open(path, "rb", opener=regular) as old:
             if all(_stays(line, resumed_step) for line in old):
                 return
             old.seek(0)

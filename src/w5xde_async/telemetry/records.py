@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from w5xde_async.errors import utf8
+from w5xde_async.store.filesystem import regular
 from w5xde_async.telemetry.events import Event
 
 #: Fields of events that may hold a secret: what is kept or passed on goes without them.
@@ -46,7 +47,7 @@ def read_records(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[
 
     With ``last_bytes`` only that much of the file's end is read.
     """
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular) as file:
         if last_bytes is not None:
             file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
         for line in file:

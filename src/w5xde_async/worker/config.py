@@ -25,7 +25,7 @@ from w5xde_async.data.config import ReadersConfig
 from w5xde_async.errors import need
 from w5xde_async.net.tls import SecurityConfig
 
-_DEVICE = text("auto, cpu, cuda, cuda:N or mps", "DEVICE", r"(?:auto|cpu|cuda|mps)(?::.*)?")
+_DEVICE = text("auto, cpu, cuda, cuda:N or mps", "DEVICE", r"auto|(?:cpu|cuda|mps)(?::\d{1,4})?")
 _SHORT = TIME._replace(
     accepts="a time from 0 to 100ms", in_python="seconds from 0 to 0.1", holds=number("", lambda x: 0 <= x <= 0.1).holds
 )

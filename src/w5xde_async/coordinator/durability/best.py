@@ -18,7 +18,7 @@ from torch import Tensor
 from w5xde_async.errors import CheckpointCorrupt, StoreError
 from w5xde_async.job import best_by
 from w5xde_async.params.layout import Layout
-from w5xde_async.store.filesystem import Filesystem, disk_errors, unused
+from w5xde_async.store.filesystem import Filesystem, disk_errors, regular, unused
 from w5xde_async.store.rundir import RunDir, export_tensors
 from w5xde_async.store.tensors import read_metadata
 from w5xde_async.telemetry.events import Best, Bus, Warned
@@ -117,7 +117,7 @@ def take_up_best(keep_best: str, directory: RunDir, last_step: int | None, notes
     path, (direction, metric) = directory.best_path, best_by(keep_best)
     with disk_errors(path, "read the best model"):
         try:
-            with path.open("rb") as file:
+            with open(path, "rb", opener=regular) as file:
                 nbytes = file.seek(0, 2)
                 file.seek(0)
                 said: Any = json.loads(read_metadata(file, nbytes)[_ABOUT])

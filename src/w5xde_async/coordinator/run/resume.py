@@ -119,11 +119,15 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
     elif journal.exists:
         journal.remove()
     files = RunFiles(directory=directory, checkpoints=store, journal=journal if journalled else None)
-    if spec.job.keep_best is not None:
-        chosen = None if config.resume == "auto" else first
-        point = replace(point, best=take_up_best(spec.job.keep_best, directory, chosen, notes))
-    # The term last: a term that is stored has its segment of the journal.
-    spec = replace(spec, files=files, total_steps=total_steps, term=directory.next_term())
+    try:
+        if spec.job.keep_best is not None:
+            chosen = None if config.resume == "auto" else first
+            point = replace(point, best=take_up_best(spec.job.keep_best, directory, chosen, notes))
+        # The term last: a term that is stored has its segment of the journal.
+        spec = replace(spec, files=files, total_steps=total_steps, term=directory.next_term())
+    except BaseException:
+        files.close()
+        raise
     return Prepared(spec, strategy, replace(point, notes=tuple(notes)))
 
 

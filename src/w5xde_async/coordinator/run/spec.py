@@ -40,6 +40,12 @@ class RunFiles:
     checkpoints: CheckpointStore
     journal: Journal | None
 
+    def close(self) -> None:
+        """Let go of them: the start has come to nothing."""
+        if self.journal is not None:
+            self.journal.close()
+        self.directory.close()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:

@@ -15,7 +15,7 @@ from torch import Tensor
 from w5xde_async.errors import CheckpointCorrupt, UsageError
 from w5xde_async.params.flat import FlatState
 from w5xde_async.store.checkpoint import CheckpointStore
-from w5xde_async.store.filesystem import explain
+from w5xde_async.store.filesystem import explain, regular
 from w5xde_async.store.tensors import read_tensors
 
 _SHOWN = 3  # differences of each kind that are named
@@ -69,7 +69,7 @@ def begin_with(state: FlatState, path: Path) -> str:
 
 def _read(path: Path) -> Mapping[str, Tensor]:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular) as file:
             nbytes = file.seek(0, 2)
             file.seek(0)
             # The length of a safetensors header, whose upper bytes are 0.

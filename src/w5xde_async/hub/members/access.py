@@ -22,6 +22,7 @@ from w5xde_async.hub.members.credentials import Credentials
 from w5xde_async.net.join import Invitation, check_strength, new_secret, read_secret_file, write_private_line
 from w5xde_async.net.own_addresses import advertised, own_addresses
 from w5xde_async.net.tls import OWN_FILES, certificate_hash, is_loopback, own_certificate, server_context, write_private
+from w5xde_async.store.filesystem import read_regular, regular
 
 _QUARANTINED = "quarantined: "
 # In the run directory.
@@ -180,7 +181,7 @@ class Access:
         ]
         lost = self._kept.get(_REVOKED, b"") if self._is_gone() else b""
         try:
-            with path.open("a+b") as file:
+            with open(path, "a+b", opener=regular) as file:
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(end - 1, 0))
                 before = lost if not end else file.read(1)
@@ -226,7 +227,7 @@ class Access:
         for name in names:
             path = directory / name
             try:
-                self._kept[name] = path.read_bytes()
+                self._kept[name] = read_regular(path)
             except FileNotFoundError:
                 self._kept.pop(name, None)
             except OSError as error:
@@ -286,7 +287,7 @@ class Access:
     def _read_revoked(self) -> None:
         path = None if self._run_path is None else self._run_path / _REVOKED
         try:
-            lines = [] if path is None or not path.exists() else path.read_text(encoding="utf-8").splitlines()
+            lines = [] if path is None or not path.exists() else read_regular(path).decode().splitlines()
         except (OSError, ValueError) as error:
             raise StoreError(str(path), f"cannot read the revoked workers: {error}") from error
         names, quarantined = set(), {}

@@ -12,17 +12,24 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from torch import Tensor
 
+from w5xde_async.errors import CheckpointCorrupt
+from w5xde_async.params.flat import digest
+from w5xde_async.store.filesystem import regular
+from w5xde_async.store.tensors import read_metadata, read_tensors
 from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 
 logger = logging.getLogger(__name__)
 
 _STALE_S = 14 * 86400.0
+_DIGEST = "digest"  # in a file's metadata: of its tensors
 _KEPT, _TAKEN = ".safetensors", ".taken"
 
 
@@ -39,7 +46,7 @@ def keep(encoder: ResultEncoder, data_dir: Path | None, *, run_id: str, name: st
         try:
             data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             _sweep(data_dir)
-            save_file(state, str(partial), metadata={"codec": encoder.codec.name})
+            save_file(state, str(partial), metadata={"codec": encoder.codec.name, _DIGEST: _digest(state)})
             partial.chmod(0o600)  # what is left of gradients tells of the data
             partial.replace(path)
         except (OSError, SafetensorError) as error:  # the latter for a full disk
@@ -63,15 +70,32 @@ def take_up(encoder: ResultEncoder, data_dir: Path | None, *, run_id: str, name:
     if path is None:
         return
     try:
-        state = load_file(str(path))
+        state = _read(path)
         path.unlink()
-    except (OSError, SafetensorError) as error:
+    except (OSError, CheckpointCorrupt) as error:
         logger.warning("what was kept cannot be read path=%s error=%s", path, error)
         return
     try:
         feedback.load_state_dict(state)
     except ValueError as error:
         logger.warning("what was kept does not fit path=%s error=%s", path, error)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """Raises OSError, CheckpointCorrupt."""
+    with open(path, "rb", opener=regular) as file:
+        nbytes = file.seek(0, 2)
+        file.seek(0)
+        told = read_metadata(file, nbytes).get(_DIGEST)
+        file.seek(0)
+        state = read_tensors(file, nbytes, lambda _: None)
+    if _digest(state) != told:  # values that nobody left out would count as this worker's
+        raise CheckpointCorrupt(str(path), "does not match its digest")
+    return state
+
+
+def _digest(state: Mapping[str, Tensor]) -> str:
+    return digest([state[name] for name in sorted(state)])
 
 
 def forget(data_dir: Path | None, run_id: str) -> None:
