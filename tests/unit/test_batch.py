@@ -52,6 +52,19 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+class Wrapper(Tensor):
+    """As a MaskedTensor, a DTensor: no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inside: Tensor) -> Wrapper:
+        made: Wrapper = Tensor._make_wrapper_subclass(cls, inside.shape)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:  # type: ignore[override]
+        raise NotImplementedError
+
+
 @given(batches)
 def test_there_and_back(batch: Any) -> None:
     assert same(unflatten(*flatten(batch)), batch)
@@ -63,6 +76,8 @@ def test_there_and_back(batch: Any) -> None:
         ({"x": [1, (2, object())]}, r"batch\['x'\]\[1\]\[1\] is a object"),
         ({1: 2}, "keys that are not strings"),
         ([torch.eye(2).to_sparse()], r"batch\[0\] is a torch.sparse_coo tensor"),
+        ({"x": Wrapper(torch.ones(2))}, r"batch\['x'\] is a Wrapper; give a dense one"),
+        ([torch.ones(2, device="meta")], r"batch\[0\] is on the meta device"),
         ({"ids": {3}}, r"batch\['ids'\] is a set"),
         (b"raw", "batch is a bytes"),
         ([0, 1 << 64], r"batch\[1\] is 18446744073709551616..., more than 64 bits"),
@@ -76,6 +91,12 @@ def test_there_and_back(batch: Any) -> None:
 def test_what_cannot_travel_is_named(batch: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         flatten(batch)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_of_several_lengths_are_named() -> None:
+    with pytest.raises(TypeError, match=r"batch\[0\] is a nested tensor; give a dense one"):
+        flatten([torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])])
 
 
 def test_depth_is_bounded() -> None:

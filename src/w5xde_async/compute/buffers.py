@@ -7,8 +7,9 @@ one batch with the mean of the leaves' statistics, and its counter goes up by on
 
 Forward may write into a buffer, or assign it (``self.average = 0.9 * self.average + ...``): b_i is what the module's
 attribute holds after the leaf, and the next leaf finds the replica's own tensor there again. A write is found by the
-tensor's version counter. Batch norm's own kernel changes its statistics without counting: they are taken as changed by
-every leaf. Other operators that do so are found by comparing values in the first leaf of an engine's life.
+tensor's version counter. The kernels of batch norm and of quantization-aware training change theirs without counting:
+they are taken as changed by every leaf. Other operators that do so are found by comparing values in the first leaf of
+an engine's life.
 
 A model has many small buffers, and on a device each operation is a launch: those of one dtype are done together
 (``torch._foreach_*``), with the bits of one after the other.
@@ -106,6 +107,13 @@ class BufferMerge:
         moved = [
             i for i in self.entries if i in self._silent or i in assigned or self._live[i]._version != self._versions[i]
         ]
+        for index in moved:
+            own, entry = self._live[index], self.layout.entries[index]
+            if index not in assigned and own.shape != entry.shape:
+                raise TypeError(
+                    f"forward resized buffer {entry.name!r} from {list(entry.shape)} to {list(own.shape)}; a buffer "
+                    "keeps its shape through a run: have the model's constructor run it once, as on a batch of zeros"
+                )
         with torch.no_grad():
             for indices in self._by_dtype(moved):
                 self._add(vector, indices, [assigned.get(i, self._live[i]) for i in indices], samples)
@@ -212,13 +220,24 @@ def change(value: Tensor, origin: Tensor, samples: int, *, finite: bool = False)
 
 
 def statistics(layout: Layout, model: nn.Module) -> tuple[int, ...]:
-    """The model's buffers that batch norm's kernels change, which count no versions."""
-    return tuple(i for i, e in enumerate(layout.entries) if e.role == "mean" and _is_statistic(model, e.name))
+    """The model's buffers that kernels change which count no versions: those of batch norm, and of the fused form in
+    which quantization-aware training observes and quantizes."""
+    observing = tuple(f"{name}." for name, module in model.named_modules() if _observes(module))
+    return tuple(
+        index
+        for index, entry in enumerate(layout.entries)
+        if entry.role in ("mean", "max") and (_is_statistic(model, entry.name) or entry.name.startswith(observing))
+    )
 
 
 def _is_statistic(model: nn.Module, name: str) -> bool:
     owner, _, leaf = name.rpartition(".")
     return leaf in ("running_mean", "running_var") and isinstance(model.get_submodule(owner), _NormBase)
+
+
+def _observes(module: nn.Module) -> bool:
+    """By name: what needs quantization has imported it, others need not."""
+    return any(kind.__name__ == "FusedMovingAvgObsFakeQuantize" for kind in type(module).__mro__)
 
 
 def _slots(layout: Layout, model: nn.Module, entries: Sequence[int]) -> list[tuple[dict[str, Tensor | None], str, int]]:

@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.compute.transfer import Lent, Transfer
 from w5xde_async.errors import LeafFailed, W5xdeError, shortened, utf8
 from w5xde_async.job import Job, StepFunction, build_model, step_function, trained_otherwise
-from w5xde_async.params.flat import FlatState, ResultVector
+from w5xde_async.params.flat import FlatState, ResultVector, sum_of_bits
 from w5xde_async.params.layout import Bucket, Layout, runs
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.sampler import seed_for
@@ -60,7 +60,12 @@ _WRITTEN = (
 )
 _REPLACED = (
     "parameter {name!r} is another one than when the run began, and what is trained is fixed for a run: make every "
-    "layer in the model's constructor, and change values in place (with torch.no_grad(): weight.clamp_(-1, 1))"
+    "layer in the model's constructor, and change values in a hook of the optimizer (register_step_post_hook)"
+)
+_CHANGED = (
+    "the step changes parameter {name!r} itself, as for a target network or to clip weights: that would be lost, since "
+    "every worker has a copy of its own. Change it after the update, in a hook of the optimizer "
+    "(register_step_post_hook, docs/own-model.md), or make it a buffer"
 )
 _TOO_FEW = "Expected more than 1 value per channel"
 
@@ -187,6 +192,13 @@ class Engine:
             for index in bucket.entries:
                 self._buckets_of.setdefault(index, []).append(bucket.index)
         self._own = {id(parameter) for parameter in self.model.parameters()}
+        renormed = _renormed(self.model)
+        self._lost = ""  # a parameter that the job's code has changed
+        self._watched: list[tuple[str, Tensor]] = [
+            (entry.name, tensor)
+            for entry, tensor in zip(layout.entries, self._live, strict=True)
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in renormed and tensor.numel()
+        ]
         self._blocks, self._foreign, self._pid = 0, False, os.getpid()
         self._weights: dict[float, Tensor] = {}
         self._autocast = autocast(self.precision, self.device.type)
@@ -309,6 +321,9 @@ class Engine:
 
     def _compute(self, block: Block) -> ComputedBlock:
         began, self._block = self.clock(), block
+        # Seldom: a large model has thousands of parameters, and all their values are read.
+        looks = self._foreign or self._blocks & (self._blocks + 1) == 0
+        before = self._values() if looks else None
         again, refused = False, ""  # what the job's code raised on pieces that were too small for it
         as_it_came = _versions(block.task.tensors)
         self._halving.begin()
@@ -338,8 +353,8 @@ class Engine:
             self._transfer.empty_cache()  # not before the error and its frames are gone, which hold what was computed
         self._end_fork()
         self._blocks += 1
-        if self._foreign or self._blocks & (self._blocks - 1) == 0:  # seldom: a large model has thousands
-            self._check_parameters(block)
+        if before is not None:
+            self._check_parameters(block, before)
         metric_names, values = block.reported()
         numbers = self._read([*block.losses, *values])
         losses, metrics = numbers[: len(block.losses)], numbers[len(block.losses) :]
@@ -460,14 +475,32 @@ class Engine:
         if self._native and not (finishing and self._overlap):
             self._cast(self._grad_buckets, block)
 
-    def _check_parameters(self, block: Block) -> None:
-        """Raises LeafError where the job's code has given the model other parameters: nobody would train them."""
+    def _check_parameters(self, block: Block, before: _Values) -> None:
+        """Raises LeafError where the job's code has given the model other parameters, which nobody would train, or has
+        changed their values (``before``), which nobody would have but this process."""
         self._foreign = False
+        if not self._lost and (after := self._values()).changed(before):
+            window = self._transfer.window
+            if window is not None and window.shows:
+                window.restore()
+                before = self._values()  # another version may have come there meanwhile: this block does not count then
+            self._lost = next((self._watched[index][0] for index in after.changed(before)), "")
+        if self._lost:  # for good: whether the next block does so too shows only where what it writes is something else
+            self._foreign = True
+            self._abandon(block)
+            raise self._failure(block, block.leaf, TypeError(_CHANGED.format(name=self._lost)))
         for name, parameter in self.model.named_parameters():
             if id(parameter) not in self._own:
                 self._foreign = True
                 self._abandon(block)
                 raise self._failure(block, block.leaf, TypeError(_REPLACED.format(name=name)))
+
+    def _values(self) -> _Values:
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        return _Values(
+            [tensor.data_ptr() for _, tensor in self._watched],
+            torch.stack([sum_of_bits(tensor) for _, tensor in self._watched]) if self._watched else none,
+        )
 
     def _end_fork(self, error: BaseException | None = None) -> None:
         """A process that the job's step has forked ends where the step ends: all that follows is its parent's, whose
@@ -644,8 +677,31 @@ class Engine:
         return tuple([next(read) if isinstance(value, Tensor) else value for value in values])
 
 
+class _Values(NamedTuple):
+    """Of each parameter: where it lies, and what tells whether its values have changed, in whatever way."""
+
+    places: list[int]
+    sums: Tensor  # int64, on the device: nothing waits for it before it is compared
+
+    def changed(self, before: _Values) -> list[int]:
+        """Which have."""
+        if self.places == before.places and torch.equal(self.sums, before.sums):
+            return []
+        told, was = (
+            zip(self.places, self.sums.tolist(), strict=True),
+            zip(before.places, before.sums.tolist(), strict=True),
+        )
+        return [index for index, (one, other) in enumerate(zip(told, was, strict=True)) if one != other]
+
+
 class _AgainOtherwise(Exception):
     """A block drew from ``random`` or numpy unseeded, or got gradients in parts: it is computed again."""
+
+
+def _renormed(model: nn.Module) -> set[int]:
+    """Parameters that torch's own forward passes change (docs/same-bits.md says what becomes of that)."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    return {id(module.weight) for module in embeddings if module.max_norm is not None}
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -31,6 +31,14 @@ def isfinite(tensor: Tensor) -> Tensor:
     return torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float())
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """Of all its values as integers, int64 on its device: what tells, next to always, whether one has changed."""
+    return tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
 _ROW = 1 << 14
 _MANY = 1 << 22  # values: of so many threads are worth their start
 

@@ -34,6 +34,7 @@ from w5xde_async.plan.sampler import seed_for
 from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.updates.buffers import BufferState
 from w5xde_async.updates.on_device import OnDevice
+from w5xde_async.updates.untrained import Untrained
 from w5xde_async.users_code import users_code
 
 _STEADY_STEPS = 64
@@ -119,10 +120,12 @@ class SyncRule:
         across: Callable[[float], float] | None = None,
         on_device: OnDevice | None = None,
         seed: int = 0,
+        untrained: Untrained | None = None,
     ) -> None:
         """``tensors``: the model's, in layout order. ``clip``: the largest global norm of a gradient. ``scheduler`` is
         stepped after every optimizer step. ``across``: where ``layout`` is a shard, the sum over all of them.
-        ``on_device``: where the optimizer's parameters are, if not in ``state``. ``seed``: the job's.
+        ``on_device``: where the optimizer's parameters are, if not in ``state``. ``seed``: the job's. ``untrained``:
+        what hooks of the optimizer or a scheduler of somebody's own may change, if it is to be seen.
         """
         self.on_device = on_device
         self.layout, self._buffers, self._across = layout, BufferState(layout, state), across
@@ -131,10 +134,12 @@ class SyncRule:
         self._is_foreign = _is_foreign(optimizer)
         self._places = [parameter.data for _, parameter in self._parameters] if self._is_foreign else []
         # Whether a step calls code that is not torch's, whether that has drawn, and steps in which it has not.
-        self._own_code = self._is_foreign or _has_hooks(optimizer) or any(map(_is_foreign, parts_of(scheduler)))
+        hooked = has_hooks(optimizer) or any(map(_is_foreign, parts_of(scheduler)))
+        self._own_code, self._untrained = self._is_foreign or hooked, untrained if hooked else None
         self._drew, self._steady, self._seed = False, 0, seed
         self._beside = _beside_its_state(optimizer) if self._is_foreign else {}
         self._has_stepped = False
+        self._trained = [b.index for b in layout.result_buckets if layout.groups[b.group].role == "grad"]  # buckets
         self._tensors = tensors
         self._ahead: ResultVector | None = None  # where gradients are divided that are expected
         self._expected: dict[int, _Divided] = {}  # by bucket
@@ -158,7 +163,7 @@ class SyncRule:
             list(state_of(model, layout)), layout, state, optimizer, scheduler=scheduler,
             clip=job.gradient_clip_val, on_device=on_device,
             scale=LossScale.of_sums(job.batch_size) if job.precision == "fp16" else None,
-            seed=job.seed,
+            seed=job.seed, untrained=Untrained(model, layout, state),
         )  # fmt: skip
 
     @property
@@ -201,7 +206,6 @@ class SyncRule:
             self._check_frozen()
         learning_rate = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
         learning_rate *= rate_factor
-        buckets = self.layout.result_buckets
         divisor, lie = samples * self.loss_scale, root.buckets if sums is None else sums
         if self.on_device is None:
             gradients = self._ahead if self._ahead is not None and self._expected else root
@@ -221,6 +225,13 @@ class SyncRule:
         if not finite:
             self._forget_gradients()
             return Applied(skipped=True, gradient_norm=norm, learning_rate=learning_rate, changed=())
+        changed = list(self._trained)
+        for bucket in self._buffers.buckets:  # as in a plain loop: forward has changed them when the optimizer steps
+            if present[bucket.index]:
+                self._buffers.write(bucket, root.buckets[bucket.index], samples)
+                changed.append(bucket.index)
+        if self._untrained is not None:
+            self._untrained.look()
         if self.may_draw:
             with random_state(), torch.enable_grad():
                 self._seed_draws(step)
@@ -234,13 +245,10 @@ class SyncRule:
             with torch.enable_grad():  # as in a plain loop; optimizers switch it off themselves
                 self._step(rate_factor, schedules)
         self._forget_gradients()
-        changed = [bucket.index for bucket in buckets if self.layout.groups[bucket.group].role == "grad"]
+        if self._untrained is not None:
+            changed.extend(index for index in self._untrained.changed() if index not in changed)
         if self.on_device is not None:
-            self.on_device.publish(changed)
-        for bucket in self._buffers.buckets:
-            if present[bucket.index]:
-                self._buffers.write(bucket, root.buckets[bucket.index], samples)
-                changed.append(bucket.index)
+            self.on_device.publish(self._trained)
         return Applied(skipped=False, gradient_norm=norm, learning_rate=learning_rate, changed=tuple(changed))
 
     @torch.no_grad()
@@ -429,7 +437,8 @@ class SyncRule:
             self.scale.value, self.scale.good_steps = float(state["scale"][0]), int(state["scale"][1])
 
 
-def _has_hooks(optimizer: Any) -> bool:
+def has_hooks(optimizer: Any) -> bool:
+    """Whether its steps call code of the user's."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 

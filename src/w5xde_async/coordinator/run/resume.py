@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from w5xde_async.telemetry.recorder import is_finished, last_step
 from w5xde_async.telemetry.records import number
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule
-from w5xde_async.updates.sync import SyncRule
+from w5xde_async.updates.sync import SyncRule, has_hooks
 
 _SET_ASIDE = "start with --durability checkpoint to set the journal aside and go on from the newest checkpoint"
 _FROM_0 = (
@@ -260,6 +261,18 @@ def _identity(spec: RunSpec, strategy: Strategy) -> dict[str, Any]:
     }
 
 
+def _stepped(spec: RunSpec, strategy: Strategy) -> list[str]:
+    """What tells, for each of the optimizer's groups, its parameters and their order: by it their state is kept."""
+    on_device = strategy.rule.on_device if isinstance(strategy.rule, SyncRule) else None
+    models = [spec.model, *(() if on_device is None else (on_device.model,))]
+    names = {id(parameter): name for model in models for name, parameter in model.named_parameters()}
+    listed = [
+        "\n".join(names.get(id(parameter), str(tuple(parameter.shape))) for parameter in group["params"])
+        for group in strategy.rule.optimizer.param_groups
+    ]
+    return [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in listed]
+
+
 def _classes(scheduler: Any) -> str:
     return "none" if scheduler is None else ", ".join(type(part).__name__ for part in parts_of(scheduler))
 
@@ -296,6 +309,15 @@ def _restore(
             raise CheckpointMismatch(
                 where,
                 f"{name} was {identity.get(name)!r} when its checkpoint was written and is {value!r} now; {fresh}",
+            )
+    stepped = _stepped(spec, strategy)
+    their_groups: Any = record.meta.get("stepped", stepped)  # older ones lack it
+    for group, (now, then) in enumerate(zip_longest(stepped, their_groups)):
+        if now != then:
+            raise CheckpointMismatch(
+                where,
+                f"the parameters of the optimizer's group {group}, or their order, are others than when its checkpoint "
+                f"was written: what the optimizer keeps of one would be taken for another's; {fresh}",
             )
     past: Any = record.meta.get("numerics", [])
     spec.numerics.past[:] = map(str, past)
@@ -353,8 +375,13 @@ def _restore(
 
 
 def _forgotten(strategy: Strategy) -> list[str]:
-    """What a checkpoint does not hold: the state of optimizers that workers run, each its own."""
+    """What a checkpoint does not hold: what hooks keep, and the state of optimizers that workers run, each its own."""
     schedule, optimizer = strategy.schedule, strategy.rule.optimizer
+    if has_hooks(optimizer):
+        return [
+            "the optimizer has step hooks: what they keep themselves, a count or an average, begins anew; parameters, "
+            "buffers and the optimizer's state are as they were"
+        ]
     if schedule is None or not has_memory(optimizer, schedule.scheduled):
         return []
     return [
@@ -441,6 +468,7 @@ class KeptState:
                 "batch": None if spec.growing is None else spec.growing.state_dict(),
                 "identity": _identity(spec, self.strategy),
                 "step_flops": spec.step_flops,
+                "stepped": [*_stepped(spec, self.strategy)],
                 "scheduler": _classes(self.strategy.rule.scheduler),
                 "update": asdict(self.strategy.update),
                 "layout": json.loads(spec.layout.describe()),
