@@ -436,6 +436,10 @@ def test_an_error_names_its_leaf_and_where_it_was_raised() -> None:
         (lambda module, batch: None, "NoneType as loss, not a tensor with one element: it has no return"),
         (lambda module, batch: torch.ones(()), "grad|depend"),
         (
+            lambda module, batch: module(batch[0]).sum() * 1j,
+            r"a tensor of shape \[\] and torch.complex64 as loss, .*: take its real part",
+        ),
+        (
             lambda module, batch: (module(batch[0]).sum(), {1: 2.0}),
             "name of metric 1 is of type int; it must be a str",
         ),

@@ -396,3 +396,14 @@ async def test_loops_of_several_threads_start_processes_at_once() -> None:
 
     ends = await asyncio.gather(*[asyncio.to_thread(run) for _ in range(4)])
     assert ends == [[0] * 10] * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "1"), ({"OMP_NUM_THREADS": "2"}, None), ({"OMP_NUM_THREADS": "2", "W5XDE_THREADS": "3"}, "3")],
+)
+def test_ranks_have_the_threads_that_somebody_has_asked_for(given: dict[str, str], expected: str | None) -> None:
+    """As a worker of one process has."""
+    island = Starting(IslandShape.parse("dp=2"), [], environment=given)
+    told = island._environment_of(1, Place((0, 1), "127.0.0.1", 1234))
+    assert (told.get("W5XDE_THREADS"), told["RANK"]) == (expected, "1")

@@ -313,3 +313,9 @@ def test_any_text_is_a_layout_or_a_malformed_frame(document: Any) -> None:
         Layout.parse(json.dumps(document).encode())
     except MalformedFrame:
         return
+
+
+def test_a_tie_in_words() -> None:
+    shared = nn.Parameter(torch.zeros(2, 3))
+    tied = changed(a=shared, b=None, c=shared)
+    assert changed(b=None).first_difference(tied) == "tensor 'a' is tied: a = c there, a here"

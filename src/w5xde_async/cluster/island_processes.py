@@ -61,9 +61,10 @@ class IslandProcesses:
         meet: Callable[[Volunteer], Awaitable[Rendezvous]] | None = None, host: str = "",
         environment: Mapping[str, str] = os.environ,
     ) -> None:  # fmt: skip
-        """``threads``: torch's, of each rank. ``find``: waits until it is known where the coordinator is, from which
-        follows what ranks may do. ``meet``: finds the others, of which each is started by somebody else
-        (default: all ranks are here). ``host``: this machine's address for what ranks say (default: loopback).
+        """``threads``: torch's, of each rank, unless OMP_NUM_THREADS says it. ``find``: waits until it is known where
+        the coordinator is, from which follows what ranks may do. ``meet``: finds the others, of which each is started
+        by somebody else (default: all ranks are here). ``host``: this machine's address for what ranks say (default:
+        loopback).
 
         Raises UsageError on Windows, where a process does not inherit what rank 0 listens on.
         """
@@ -188,12 +189,17 @@ class IslandProcesses:
             working.cancel()
             leaving.cancel()
 
-    async def _start(self, rank: int, place: Place, listening: socket.socket) -> Process:
+    def _environment_of(self, rank: int, place: Place) -> dict[str, str]:
         environment = {
             **self._environment, "RANK": str(rank), "LOCAL_RANK": str(place.ranks.index(rank)),
             "WORLD_SIZE": str(self._shape.ranks), "MASTER_ADDR": place.host, "MASTER_PORT": str(place.port),
         }  # fmt: skip
-        environment.setdefault("W5XDE_THREADS", str(self._threads))
+        if "OMP_NUM_THREADS" not in environment:
+            environment.setdefault("W5XDE_THREADS", str(self._threads))
+        return environment
+
+    async def _start(self, rank: int, place: Place, listening: socket.socket) -> Process:
+        environment = self._environment_of(rank, place)
         serves = () if rank else (listening.fileno(),)
         if serves:
             environment[STORE_FD] = str(serves[0])

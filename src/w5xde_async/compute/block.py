@@ -121,7 +121,7 @@ class MetricNames:
 
 def scalar_loss(loss: object) -> Tensor:
     """The loss that a step gave, in float32 and without dimensions. Raises TypeError for what has no gradient."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
         raise TypeError(f"the step gave {described(loss)} as loss, not a tensor with one element{_remedy(loss)}")
     if loss.dim() or loss.dtype != torch.float32:
         loss = loss.reshape(()).float()
@@ -133,6 +133,8 @@ def scalar_loss(loss: object) -> Tensor:
 def _remedy(loss: object) -> str:
     if loss is None:
         return ": it has no return, or the loss function has none"
+    if isinstance(loss, Tensor) and loss.is_complex():
+        return ": take its real part, or its magnitude"
     return ": take its mean, or give the loss reduction='mean'" if isinstance(loss, Tensor) and loss.numel() else ""
 
 

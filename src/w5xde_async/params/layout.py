@@ -251,6 +251,8 @@ class Layout:
         """What differs first between this (mine) and ``other`` (theirs), in words; empty when nothing does."""
         mine, theirs = self.entries, other.entries
         for a, b in zip(mine, theirs, strict=False):
+            if a.names != b.names and a.name == b.name:
+                return f"tensor {a.name!r} is tied: {' = '.join(b.names)} there, {' = '.join(a.names)} here"
             if a.names != b.names:
                 return f"tensor {b.name!r} there is {a.name!r} here"
             if a.shape != b.shape:

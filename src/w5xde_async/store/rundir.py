@@ -183,6 +183,8 @@ class RunDir:
         path = self.path / _IDENTITY
         try:
             content = json.loads(read_regular(path))
+            if not isinstance(content, dict):
+                raise ValueError("it says nothing of a run")
             run_id, term = content["run_id"], content["term"]
             if not _RUN_ID.fullmatch(run_id) or type(term) is not int or not 0 <= term < 1 << 63:
                 raise ValueError("values out of range")

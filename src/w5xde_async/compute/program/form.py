@@ -170,14 +170,14 @@ def _pack(value: Any) -> Any:
         return [_DEVICE, 0]
     if isinstance(value, tuple):
         return [_LIST, [_pack(item) for item in value]]
-    raise ValueError(f"an argument of type {type(value).__name__} cannot travel")
+    raise ValueError(f"no program can hold an argument of type {type(value).__name__}")
 
 
 def _name(table: Any, value: Any) -> str:
     for name, known in table.items():
         if known == value:
             return str(name)
-    raise ValueError(f"{value} cannot travel")
+    raise ValueError(f"no program can hold {value}")
 
 
 # -- in --------------------------------------------------------------------------------------------------------
@@ -411,7 +411,8 @@ class _Reader:
                 return value if type(of) is tuple or of == "List[Tensor]" else _WRONG
             return value if of in _REFERENCES.get(kind, ()) else _WRONG
         if tag == _LIST and kind.startswith("List["):
-            _need(type(content) is list and len(content) <= LIMITS.items, f"argument {parameter.name} has other items")
+            most = f"argument {parameter.name} is no list of at most {LIMITS.items} items, as a program's are"
+            _need(type(content) is list and len(content) <= LIMITS.items, most)
             inner = kind[len("List[") : -1]
             item = Parameter(
                 parameter.name, inner.removeprefix("Optional[").rstrip("]"), inner.startswith("Optional["), False,
