@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from w5xde_async.params.flat import FlatState, ResultVector, bytes_of, digest, l2_norm, named_digest, state_of
+from w5xde_async.params.flat import (
+    FlatState,
+    ResultVector,
+    bytes_of,
+    digest,
+    l2_norm,
+    named_digest,
+    state_of,
+    sum_of_bits,
+)
 from w5xde_async.params.layout import Layout
 
 
@@ -178,3 +187,20 @@ def test_what_is_trained_is_finite_or_not(dtype: torch.dtype, bad: float) -> Non
     assert not state.trains_finite
     view.zero_()
     assert state.trains_finite
+
+
+KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.complex128)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("numel", [1, 7, 1023, 1025, 5003])
+def test_a_sum_of_bits_tells_one_changed_value(dtype: torch.dtype, numel: int) -> None:
+    """Wherever it lies, and wherever the tensor begins in its memory."""
+    for offset in (0, 1, 3):
+        memory = torch.randn(numel + offset, generator=torch.Generator().manual_seed(0)).to(dtype)
+        was = int(sum_of_bits(memory[offset:]))
+        assert int(sum_of_bits(memory[offset:])) == was
+        for place in {0, numel // 2, numel - 1}:
+            other = memory.clone()
+            other.view(torch.uint8)[(offset + place) * dtype.itemsize] ^= 1
+            assert int(sum_of_bits(other[offset:])) != was
