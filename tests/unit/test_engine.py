@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -26,9 +27,11 @@ from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import ComputedBlock, Task
 from w5xde_async.compute.engine import Engine, LeafError, choose_device
 from w5xde_async.job import Job, build_model, step_function
-from w5xde_async.params.flat import ResultVector
+from w5xde_async.params.flat import FlatState, ResultVector
+from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.randomness import random_state, seed_all
+from w5xde_async.segments import Opened, Segment, unsupported
 
 LEAF = 4
 STEP = 3
@@ -851,3 +854,50 @@ def test_a_process_that_a_step_has_forked_ends_where_the_step_ends(ends: Any, co
     _, status = os.waitpid(children[0], 0)
     assert os.waitstatus_to_exitcode(status) == code
     same(run.sums(outcome), naive(job(model=plain_net), batches, (4, 4)))
+
+
+@pytest.mark.skipif(unsupported() != "", reason=unsupported())
+@pytest.mark.parametrize("who", ["the step", "the owner", "nobody"])
+def test_a_parameter_in_shared_memory_that_changes_meanwhile(who: str) -> None:
+    """What the step writes there is this process's alone, and refused. What the coordinator writes is another version:
+    it has what it needs of this block, and nobody is to blame."""
+    state = FlatState(Layout.of(Net(), bucket_bytes=512))
+    size = FlatState.nbytes(state.layout)
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        if who == "the step":
+            with torch.no_grad():
+                next(module.parameters()).mul_(0.5)
+        elif who == "the owner":
+            owned.groups[0].add_(1.0)
+        loss: Tensor = nn.functional.cross_entropy(module(batch[0]), batch[1])
+        return loss
+
+    with closing(Segment("test", size, b"secret")) as segment:
+        owned = FlatState(state.layout, memory=segment.payload)
+        owned.copy_from(Net())
+        run = Run(job(step=step, loss=None))
+        with closing(Opened(segment.told, size)) as opened:
+            run.engine.share(opened)
+            run.engine.load(range(len(run.engine.layout.buckets)))
+            wanted = task(leaves((4,)), (4,))
+            if who == "the step":
+                with pytest.raises(LeafError, match="the step changes parameter"):
+                    run.compute(wanted)
+            else:
+                run.compute(wanted)
+        run.engine.close()
+
+
+def test_a_parameter_with_other_memory_of_the_same_values_is_refused() -> None:
+    """The next version would not reach it."""
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        first = next(module.parameters())
+        first.data = first.data.clone()
+        loss: Tensor = nn.functional.cross_entropy(module(batch[0]), batch[1])
+        return loss
+
+    run = Run(job(step=step, loss=None))
+    with pytest.raises(LeafError, match="the step changes parameter"):
+        run.compute(task(leaves((4,)), (4,)))
