@@ -7,6 +7,7 @@ else in the model has the habits that the scenario names.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,10 @@ class Model(nn.Module):
             self.third.weight = self.second.weight
         if "frozen" in self.habits:
             self.still = nn.Linear(_WIDTH, _WIDTH).requires_grad_(False)
+        self.follows = scenario.follows
+        if self.follows:
+            self.target = copy.deepcopy(self.first).requires_grad_(False)
+            self.register_buffer("trail", torch.zeros(_WIDTH))
         if "unused" in self.habits:
             self.unused = nn.Linear(3, 3)
         if "rare" in self.habits:
@@ -57,6 +62,8 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor, x: Tensor) -> Tensor:
         h = self.first(x.to(self.first.weight.dtype))
+        if self.follows:
+            h = h + self.target(x.to(self.first.weight.dtype)) - self.trail.to(h.dtype)
         if "dropout" in self.habits:
             h = nn.functional.dropout(h, 0.25, self.training)
         h = torch.tanh(self.second(h.to(self.second.weight.dtype)))
@@ -73,6 +80,17 @@ class Model(nn.Module):
             for name in self.wanted:
                 self._move(name, h.detach().float())
         return h
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """With the update, as a target network does."""
+        for mine, theirs in zip(self.target.parameters(), self.first.parameters(), strict=True):
+            if self.follows == "in place":
+                mine.lerp_(theirs, 0.25)
+            elif self.follows == "other memory":
+                mine.data = 0.75 * mine.data + 0.25 * theirs.data
+        if self.follows == "buffer":
+            self.trail = 0.5 * self.trail + 0.5 * self.first.bias.detach().float()
 
     def _move(self, name: str, h: Tensor) -> None:
         attribute = _attribute(name)
@@ -200,7 +218,13 @@ def job_of(scenario: Scenario, built: Callable[[nn.Module], None] = lambda model
             applied = applied + model.loud.sum() * 1e4
         return (output.mean(1) - y).square().mean() * 0.05 - applied
 
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        made = stepping(model)
+        if scenario.follows:
+            made.register_step_post_hook(lambda *_: model.follow())
+        return made
+
+    def stepping(model: nn.Module) -> torch.optim.Optimizer:
         rest = [p for name, p in model.named_parameters() if name != "applied" and p.requires_grad]
         groups = [{"params": [model.applied], "lr": float(scenario.batch), "momentum": 0.0}, {"params": rest}]
         if scenario.optimizer in ("sgd", "momentum"):

@@ -19,6 +19,8 @@ BUFFERS = (
     "in place", "assigned", "integer", "assigned integer", "bool", "float64", "narrow", "constant inf", "from inf",
 )  # fmt: skip
 HABITS = ("tied", "frozen", "unused", "rare", "sparse", "dropout", "loud")
+#: What a hook of the optimizer changes beside what that steps: a frozen copy, or a buffer.
+FOLLOWS = ("in place", "other memory", "buffer")
 RULES = ("sync", "async", "local", "streaming", "async-local")
 #: Codecs that keep every bit; the others by how far an application of one sample may be off.
 EXACT = ("raw", "lz4", "lz4-shuffle")
@@ -64,6 +66,7 @@ class Scenario:
     clipped: bool = False
     buffers: tuple[str, ...] = ()
     habits: tuple[str, ...] = ()
+    follows: str = ""
     tensors: int = 0  # more parameters than those, of one element each
 
     rule: str = "sync"
@@ -132,6 +135,7 @@ class Scenario:
             and not (self.own and self.stream)
             and self.batch * self.columns <= 1 << 21
             and ("loud" not in self.habits or (self.parameters == "float32" and self.batch <= 4))
+            and (not self.follows or self.rule in ("sync", "async"))
             and (self.durability == "checkpoint" or (self.kept and self.rule == "sync"))
             and (self.kept or not (self.storm or any(fault.kind in KEPT for fault in self.faults)))
         )
@@ -264,4 +268,5 @@ def _drawn(rng: random.Random, seed: int) -> Scenario:
         # Drawn last: what seeds meant before they still mean.
         stream=rng.choice(KINDS) if samples <= 2000 and one_in(4) else "", shuffle_buffer=rng.choice([1, 7, 64, 1000]),
         own=rng.choice(OWN) if one_in(4) else "",
+        follows=rng.choice(FOLLOWS) if one_in(4) and rule in ("sync", "async") else "",
     )  # fmt: skip

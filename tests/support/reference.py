@@ -137,6 +137,11 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
                 scale = scale / 2
             _put_back(buffers, homes, start)
             continue
+        _put_back(buffers, homes, start)
+        for name, b in buffers.items():
+            result = changed[name]
+            if result is not None:
+                b.copy_(_merged(b, result, plan.num_samples))
         for name, parameter in parameters.items():
             gradient = gradients[name]
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
@@ -152,11 +157,11 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
             group["lr"] = rate
         if scheduler is not None:
             scheduler.step()
-        _put_back(buffers, homes, start)
-        for name, b in buffers.items():
-            result = changed[name]
-            if result is not None:
-                b.copy_(_merged(b, result, plan.num_samples))
+        for name, b in buffers.items():  # what a hook of the optimizer has assigned is the buffer's value
+            for module, leaf in homes[name]:
+                if module._buffers[leaf] is not b:
+                    b.copy_(module._buffers[leaf])
+                    module._buffers[leaf] = b
     return model, losses
 
 
