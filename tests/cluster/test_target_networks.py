@@ -16,9 +16,10 @@ import pytest
 import torch
 from tests.support.cluster import train
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import TensorDataset
 
-from w5xde_async.errors import CheckpointMismatch, LeafFailed
+from w5xde_async.errors import CheckpointMismatch, LeafFailed, UpdateFailed
 from w5xde_async.job import Job, build_model
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.telemetry.events import Event, Warned
@@ -71,6 +72,26 @@ def all_of_it(model: Learner) -> None:
     model.center = 0.9 * model.center + 0.1 * model.head.bias.detach()
 
 
+def new_module(model: Learner) -> None:
+    """As a hard update often is written."""
+    model.target = copy.deepcopy(model.online).requires_grad_(False)
+
+
+def new_parameters(model: Learner) -> None:
+    old = model.target.state_dict()
+    told = {name: value.lerp(old[name], 0.9) if value.is_floating_point() else value.clone()
+            for name, value in model.online.state_dict().items()}  # fmt: skip
+    model.target.load_state_dict(told, assign=True)
+    model.target.requires_grad_(False)
+
+
+def trained_too(model: Learner) -> None:
+    """Clipped, in other memory: the optimizer goes on with what the model computes with."""
+    in_place(model)
+    for parameter in model.head.parameters():
+        parameter.data = parameter.data.clamp(-0.05, 0.05)
+
+
 def job(
     *, inside: Callable[[Learner], None] | None = None, hook: Callable[[Learner], None] | None = None,
     leaf: int = BATCH, backwards: bool = False,
@@ -108,7 +129,7 @@ def plain(made: Job) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("hook", [in_place, by_data, other_memory, all_of_it])
+@pytest.mark.parametrize("hook", [in_place, by_data, other_memory, all_of_it, new_module, new_parameters, trained_too])
 async def test_a_hook_of_the_optimizer_changes_what_all_workers_compute_with(hook: Any, tmp_path: Path) -> None:
     make = lambda: job(hook=hook)  # noqa: E731
     told = plain(make())
@@ -139,6 +160,63 @@ async def test_what_a_hook_has_changed_is_there_after_a_resume(tmp_path: Path, d
     again = await train(make, run_dir=tmp_path / "run", durability=durability, workers=2, events=events)
     assert again.digest == whole.digest
     assert any(isinstance(event, Warned) and "the optimizer has step hooks" in event.text for event in events)
+
+
+class Following(torch.optim.SGD):
+    """An optimizer of somebody's own that averages what it has made."""
+
+    model: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        made = super().step(closure)
+        with torch.no_grad():
+            in_place(self.model)
+        return made
+
+
+@pytest.mark.parametrize("how", ["an optimizer of its own", "a hook of all optimizers"])
+async def test_whoever_is_called_with_the_update_may_change_it(how: str, tmp_path: Path) -> None:
+    models: list[Any] = []
+
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if how == "an optimizer of its own":
+            made = Following(trained, lr=0.05)
+            made.model = model
+            return made
+        models.append(model)
+        return torch.optim.SGD(trained, lr=0.05)
+
+    handle = None
+    if how == "a hook of all optimizers":
+        handle = register_optimizer_step_post_hook(lambda *_: torch.no_grad()(in_place)(models[-1]))
+    try:
+        told = plain(replace(job(), optimizer=optimizer))
+        digests = set()
+        for workers in (1, 2):
+            result = await train(
+                lambda: replace(job(), optimizer=optimizer), workers=workers, run_dir=tmp_path / f"{workers}"
+            )
+            digests.add(result.digest)
+    finally:
+        if handle is not None:
+            handle.remove()
+    from safetensors.torch import load_file
+
+    found = load_file(str(tmp_path / "1" / "model.safetensors"))
+    assert len(digests) == 1
+    for name in ("target.0.weight", "head.weight"):
+        torch.testing.assert_close(found[name], told[name], rtol=1e-5, atol=1e-6)
+
+
+async def test_another_tensor_in_place_of_one_that_is_trained_ends_the_run_by_name() -> None:
+    """A plain loop's optimizer would go on with the old one."""
+
+    def anew(model: Learner) -> None:
+        model.head.weight = nn.Parameter(model.head.weight.clamp(-0.1, 0.1))
+
+    with pytest.raises(UpdateFailed, match=r"has put another tensor in place of parameter 'head\.weight'"):
+        await train(lambda: job(hook=anew))
 
 
 async def test_under_async_workers_are_sent_it_too() -> None:

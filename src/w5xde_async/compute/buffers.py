@@ -109,9 +109,11 @@ class BufferMerge:
         ]
         for index in moved:
             own, entry = self._live[index], self.layout.entries[index]
-            if index not in assigned and own.shape != entry.shape:
+            if index not in assigned and (resized := own.shape) != entry.shape:
+                with torch.no_grad():  # or the next leaf could not be begun
+                    own.resize_(entry.shape)
                 raise TypeError(
-                    f"forward resized buffer {entry.name!r} from {list(entry.shape)} to {list(own.shape)}; a buffer "
+                    f"forward resized buffer {entry.name!r} from {list(entry.shape)} to {list(resized)}; a buffer "
                     "keeps its shape through a run: have the model's constructor run it once, as on a batch of zeros"
                 )
         with torch.no_grad():

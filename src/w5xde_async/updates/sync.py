@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from w5xde_async.errors import JobError, in_one_line
 from w5xde_async.job import Job, made_by, parts_of, trained_otherwise
@@ -134,8 +135,8 @@ class SyncRule:
         self._is_foreign = _is_foreign(optimizer)
         self._places = [parameter.data for _, parameter in self._parameters] if self._is_foreign else []
         # Whether a step calls code that is not torch's, whether that has drawn, and steps in which it has not.
-        hooked = has_hooks(optimizer) or any(map(_is_foreign, parts_of(scheduler)))
-        self._own_code, self._untrained = self._is_foreign or hooked, untrained if hooked else None
+        self._own_code = self._is_foreign or has_hooks(optimizer) or any(map(_is_foreign, parts_of(scheduler)))
+        self._untrained = untrained if self._own_code else None
         self._drew, self._steady, self._seed = False, 0, seed
         self._beside = _beside_its_state(optimizer) if self._is_foreign else {}
         self._has_stepped = False
@@ -163,7 +164,7 @@ class SyncRule:
             list(state_of(model, layout)), layout, state, optimizer, scheduler=scheduler,
             clip=job.gradient_clip_val, on_device=on_device,
             scale=LossScale.of_sums(job.batch_size) if job.precision == "fp16" else None,
-            seed=job.seed, untrained=Untrained(model, layout, state),
+            seed=job.seed, untrained=Untrained(model, layout, state, list(state_of(model, layout))),
         )  # fmt: skip
 
     @property
@@ -439,7 +440,8 @@ class SyncRule:
 
 def has_hooks(optimizer: Any) -> bool:
     """Whether its steps call code of the user's."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def _beside_its_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
