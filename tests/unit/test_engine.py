@@ -901,3 +901,32 @@ def test_a_parameter_with_other_memory_of_the_same_values_is_refused() -> None:
     run = Run(job(step=step, loss=None))
     with pytest.raises(LeafError, match="the step changes parameter"):
         run.compute(task(leaves((4,)), (4,)))
+
+
+@pytest.mark.parametrize("undone", [False, True])
+def test_once_a_parameter_was_written_into_every_block_is_looked_at(undone: bool) -> None:
+    """Other blocks are looked at seldom. What is undone before the block ends is nobody's loss."""
+    blocks = 0
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        first = next(module.parameters())
+        with torch.no_grad():
+            kept = first.clone()
+            if blocks >= 5:
+                first.mul_(0.5)
+        loss: Tensor = nn.functional.cross_entropy(module(batch[0]), batch[1])
+        if undone:
+            with torch.no_grad():
+                first.copy_(kept)
+        return loss
+
+    run, wanted = Run(job(step=step, loss=None)), task(leaves((4,)), (4,))
+    for number in range(1, 6):
+        blocks = number
+        run.compute(wanted)
+    blocks = 6
+    if undone:
+        run.compute(wanted)
+    else:
+        with pytest.raises(LeafError, match="the step changes parameter"):
+            run.compute(wanted)

@@ -43,8 +43,6 @@ def flatten(batch: Any) -> tuple[bytes, list[Tensor]]:
             if value.is_nested or type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
                 kind = "nested tensor" if value.is_nested else type(value).__name__
                 raise TypeError(f"batch{path} is a {kind}; give a dense one")
-            if value.device.type == "meta":
-                raise TypeError(f"batch{path} is on the meta device and has no values")
             if value.dtype not in _DTYPES:
                 raise TypeError(f"batch{path} is of {value.dtype}, which does not travel; convert it in collate=...")
             if value.dim() > MAX_AXES:

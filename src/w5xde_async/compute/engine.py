@@ -193,6 +193,7 @@ class Engine:
                 self._buckets_of.setdefault(index, []).append(bucket.index)
         self._own = {id(parameter) for parameter in self.model.parameters()}
         renormed = _renormed(self.model)
+        self.looks_closely = False  #: every block is looked at for parameters that the job's code has changed
         self._lost = ""  # a parameter that the job's code has changed
         self._watched: list[tuple[str, Tensor]] = [
             (entry.name, tensor)
@@ -321,9 +322,10 @@ class Engine:
 
     def _compute(self, block: Block) -> ComputedBlock:
         began, self._block = self.clock(), block
-        # Seldom: a large model has thousands of parameters, and all their values are read.
-        looks = self._foreign or self._blocks & (self._blocks + 1) == 0
-        before = self._values() if looks else None
+        # Seldom: a large model has thousands of parameters, and all their values are read. More often once one has been
+        # written into in a way that counts versions, which may have been undone.
+        looks = self._foreign or self.looks_closely or self._blocks & (self._blocks + 1) == 0
+        before, written = self._values() if looks else None, self._written()
         again, refused = False, ""  # what the job's code raised on pieces that were too small for it
         as_it_came = _versions(block.task.tensors)
         self._halving.begin()
@@ -353,6 +355,8 @@ class Engine:
             self._transfer.empty_cache()  # not before the error and its frames are gone, which hold what was computed
         self._end_fork()
         self._blocks += 1
+        if self._written() != written:
+            self.looks_closely = True
         if before is not None:
             self._check_parameters(block, before)
         metric_names, values = block.reported()
@@ -494,6 +498,9 @@ class Engine:
                 self._foreign = True
                 self._abandon(block)
                 raise self._failure(block, block.leaf, TypeError(_REPLACED.format(name=name)))
+
+    def _written(self) -> int:
+        return sum([tensor._version for _, tensor in self._watched])
 
     def _values(self) -> _Values:
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
