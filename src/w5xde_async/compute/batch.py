@@ -27,6 +27,12 @@ _DTYPES = {getattr(torch, name) for name in DTYPE_BYTES}
 _EACH = "e"  # at the top of a structure: what follows is one structure for each leaf
 
 
+def _wraps(kind: type[Tensor]) -> bool:
+    """Whether such tensors are made of others, as a MaskedTensor is. A FakeTensor stands for one that is dense."""
+    own = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return own and kind.__module__ != "torch._subclasses.fake_tensor"
+
+
 def flatten(batch: Any) -> tuple[bytes, list[Tensor]]:
     """``(structure, tensors)`` of a batch. Raises TypeError naming the place of what cannot travel.
 
@@ -40,7 +46,7 @@ def flatten(batch: Any) -> tuple[bytes, list[Tensor]]:
         if isinstance(value, Tensor):
             if value.layout is not torch.strided:
                 raise TypeError(f"batch{path} is a {value.layout} tensor; give a dense one")
-            if value.is_nested or type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            if value.is_nested or _wraps(type(value)):
                 kind = "nested tensor" if value.is_nested else type(value).__name__
                 raise TypeError(f"batch{path} is a {kind}; give a dense one")
             if value.dtype not in _DTYPES:
