@@ -930,3 +930,19 @@ def test_once_a_parameter_was_written_into_every_block_is_looked_at(undone: bool
     else:
         with pytest.raises(LeafError, match="the step changes parameter"):
             run.compute(wanted)
+
+
+def test_parameters_that_were_made_in_inference_mode_fail_their_leaf_as_in_a_plain_loop() -> None:
+    class Inference(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.inference_mode():
+                self.before = nn.Linear(8, 8)
+            self.before.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.before(x))
+
+    run = Run(job(model=Inference))
+    with pytest.raises(LeafError, match=r"[Ii]nference tensor"):
+        run.compute(task(leaves((4,)), (4,)))

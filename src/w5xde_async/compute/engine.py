@@ -198,7 +198,10 @@ class Engine:
         self._watched: list[tuple[str, Tensor]] = [
             (entry.name, tensor)
             for entry, tensor in zip(layout.entries, self._live, strict=True)
-            if isinstance(tensor, nn.Parameter) and id(tensor) not in renormed and tensor.numel()
+            if isinstance(tensor, nn.Parameter)
+            and id(tensor) not in renormed
+            and tensor.numel()
+            and _is_tracked(tensor)
         ]
         self._blocks, self._foreign, self._pid = 0, False, os.getpid()
         self._weights: dict[float, Tensor] = {}
@@ -703,6 +706,14 @@ class _Values(NamedTuple):
 
 class _AgainOtherwise(Exception):
     """A block drew from ``random`` or numpy unseeded, or got gradients in parts: it is computed again."""
+
+
+def _is_tracked(tensor: Tensor) -> bool:
+    """Whether anybody could write into it: torch lets nobody where it was made in inference mode."""
+    try:
+        return tensor._version >= 0
+    except RuntimeError:
+        return False
 
 
 def _renormed(model: nn.Module) -> set[int]:
