@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +16,9 @@ from torch import nn
 
 from w5xde_async.coordinator import service
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import DiskHangs, RunDirBusy, W5xdeError
+from w5xde_async.errors import DiskHangs, W5xdeError
 from w5xde_async.job import Job
+from w5xde_async.store.rundir import RunDir
 from w5xde_async.telemetry.events import Bus, Event, Warned
 
 
@@ -78,7 +78,13 @@ async def test_a_start_that_hangs_says_so_and_ends_when_it_is_asked_to(
             super().__init__(8, 1)
             asyncio.run_coroutine_threadsafe(answered.wait(), loop).result()
 
-    bus = Bus()
+    bus, freed, close = Bus(), asyncio.Event(), RunDir.close
+
+    def closed(directory: RunDir) -> None:
+        close(directory)
+        loop.call_soon_threadsafe(freed.set)
+
+    monkeypatch.setattr(RunDir, "close", closed)
     bus.subscribe(events.append)
     monkeypatch.setattr(service, "_SLOW_START_S", 0.05)
     monkeypatch.setattr(service, "deadline_s", lambda grace_s, nbytes: 1.0)
@@ -93,10 +99,8 @@ async def test_a_start_that_hangs_says_so_and_ends_when_it_is_asked_to(
             await asyncio.wait_for(starting, 20.0)
     finally:
         answered.set()
-    result = None
-    while result is None:
-        with suppress(RunDirBusy):  # until its thread has come to its end
-            result = await train(mlp_sgd, run_dir=tmp_path / "run", max_steps=2)
+    await asyncio.wait_for(freed.wait(), 20.0)  # its thread has come to its end, and nobody had to wait for it
+    assert (await train(mlp_sgd, run_dir=tmp_path / "run", max_steps=2)).step == 2
     said = [event.text for event in events if isinstance(event, Warned)]
     assert "the run has been in preparation" in said[0]
     assert "ends without waiting longer" in said[1]

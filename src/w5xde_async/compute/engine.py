@@ -325,8 +325,8 @@ class Engine:
 
     def _compute(self, block: Block) -> ComputedBlock:
         began, self._block = self.clock(), block
-        # Seldom: a large model has thousands of parameters, and all their values are read. More often once one has been
-        # written into in a way that counts versions, which may have been undone.
+        # Seldom: a large model has thousands of parameters, and all their values are read. In every block once the
+        # version counter of one has moved: what was written there may have been undone, or not.
         looks = self._foreign or self.looks_closely or self._blocks & (self._blocks + 1) == 0
         before, written = self._values() if looks else None, self._written()
         again, refused = False, ""  # what the job's code raised on pieces that were too small for it
@@ -492,7 +492,7 @@ class Engine:
                 window.restore()
                 before = self._values()  # another version may have come there meanwhile: this block does not count then
             self._lost = next((self._watched[index][0] for index in after.changed(before)), "")
-        if self._lost:  # for good: whether the next block does so too shows only where what it writes is something else
+        if self._lost:  # from now on every block fails: the same values, written once more, would not show
             self._foreign = True
             self._abandon(block)
             raise self._failure(block, block.leaf, TypeError(_CHANGED.format(name=self._lost)))

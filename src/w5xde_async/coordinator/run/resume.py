@@ -377,16 +377,18 @@ def _restore(
 def _forgotten(strategy: Strategy) -> list[str]:
     """What a checkpoint does not hold: what hooks keep, and the state of optimizers that workers run, each its own."""
     schedule, optimizer = strategy.schedule, strategy.rule.optimizer
+    notes = []
     if has_hooks(optimizer):
-        return [
+        notes.append(
             "the optimizer has step hooks: what they keep themselves, a count or an average, begins anew; parameters, "
             "buffers and the optimizer's state are as they were"
-        ]
+        )
     if schedule is None or not has_memory(optimizer, schedule.scheduled):
-        return []
+        return notes
     return [
+        *notes,
         f"the workers' inner optimizer ({type(optimizer).__name__}) begins without the state it had: under "
-        f"--update {strategy.update.rule} it lies in the workers and in no checkpoint (docs/resume.md)"
+        f"--update {strategy.update.rule} it lies in the workers and in no checkpoint (docs/resume.md)",
     ]
 
 
