@@ -492,3 +492,26 @@ async def test_a_downlink_that_leaves_values_out_is_told_of(update: dict[str, An
     async with Coordinator(jobs.mlp_sgd(), config=settings(update=UpdateConfig(**update)), bus=commits.bus):
         pass
     assert len([text for text in warned if "lag behind" in text]) == told
+
+
+@pytest.mark.parametrize(("rows", "sparse", "told"), [(1 << 14, True, 1), (1 << 14, False, 0), (16, True, 0)])
+async def test_a_large_table_whose_sparse_gradients_save_nothing_is_told_of(rows: int, sparse: bool, told: int) -> None:
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.out = nn.Embedding(rows, 32, sparse=sparse), nn.Linear(32, 2)
+            self.again = self.table  # one table, told of once
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.table(x).mean(1))
+
+    job = Job(
+        model=Bag, dataset=TensorDataset(torch.zeros(8, 4, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)),
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1), loss=nn.functional.cross_entropy, batch_size=4,
+        max_steps=1,
+    )  # fmt: skip
+    commits, warned = Commits(), list[str]()
+    commits.bus.subscribe(lambda event: warned.append(event.text) if isinstance(event, Warned) else None)
+    async with Coordinator(job, config=settings(), bus=commits.bus):
+        pass
+    assert [text.partition(":")[0] for text in warned if "2.1 MB" in text] == ["table"] * told

@@ -102,7 +102,7 @@ def test_a_stopped_worker_costs_one_lease_and_its_late_result_is_refused(
     job.write_text(STOPPING)
     with Stage(
         f"{job}:job", tmp_path / "run", workers=3, proxied=1, leaf_s=0.1,
-        flags=("--min-workers", "3", "--audit-fraction", "0", "--norm-gate", "0"),  # what is given to compare is in vain
+        flags=("--min-workers", "3", "--audit-fraction", "0", "--norm-gate", "0"),  # what is compared is in vain
         environment=[{"TEST_STOP_ORDER": str(order)}],
     ) as stage:  # fmt: skip
         worker, proxy = stage.workers[0], stage.proxies[0]

@@ -55,9 +55,12 @@ from w5xde_async.telemetry.events import Best, Bus, RunStarted, Subscriber, Warn
 from w5xde_async.telemetry.memory import host_bytes
 from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.telemetry.recorder import Recorder
+from w5xde_async.telemetry.wording import size
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import ByeCode
 
+#: Tables of so much with sparse gradients: to update all of it takes longer than the rest of a small step.
+_MANY_ROWS_BYTES = 1 << 20
 #: After so long a start says what it does: whoever waits cannot tell a large model from a disk that hangs.
 _SLOW_START_S = 30.0
 _SLOW_START = (
@@ -503,7 +506,7 @@ class Coordinator:
         self._began = self._runtime.clock()
         self.bus.publish(self._started(prepared))
         self._outputs.began(run.training)
-        for note in (*resume.notes, *_lagging(prepared.strategy.update)):
+        for note in (*resume.notes, *_lagging(prepared.strategy.update), *_looked_up(prepared.spec.model)):
             self.bus.publish(Warned(text=note))
         self._open_to_links.set()
 
@@ -690,4 +693,21 @@ def _lagging(update: UpdateConfig) -> tuple[str, ...]:
     return (
         f"--downlink {update.downlink} brings workers a part of each change: they compute with parameters that lag "
         "behind, and may learn little; int8 and int4 bring all of it",
+    )
+
+
+def _looked_up(model: nn.Module) -> tuple[str, ...]:
+    """What to know of large tables whose gradients a plain loop keeps sparse."""
+    tables = {
+        id(module.weight): (name, module.weight.nbytes)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
+    }
+    nbytes = sum(nbytes for _, nbytes in tables.values())
+    if nbytes < _MANY_ROWS_BYTES:
+        return ()
+    names = ", ".join(name or "the model" for name, _ in tables.values())
+    return (
+        f"{names[:200]}: sparse=True saves no work here. A step "
+        f"adds and updates all {size(nbytes)} of it, where a plain loop changes the rows that a batch names",
     )
