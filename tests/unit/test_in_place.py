@@ -19,6 +19,7 @@ import torch
 from tests.support import jobs
 from torch import Tensor, nn
 
+from w5xde_async.compute import engine
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.engine import device_name
 from w5xde_async.coordinator.sync import in_place
@@ -461,12 +462,15 @@ def test_precision_that_torchs_older_setting_has_no_word_for() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_a_step_may_write_into_its_batch() -> None:
+@pytest.mark.parametrize("most", [0, 1 << 20])
+def test_a_step_may_write_into_its_batch(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``most``: of what the engine has a copy itself."""
+    monkeypatch.setattr(engine, "_COPIED_BYTES", most)
     step = Steps()
     rig = Rig(replace(jobs.mlp_sgd(), step=step, loss=None))
     rig.prove(session())
     before, step.does = rig.tensors[0].clone(), "writes"
-    rig.here(0.5)
+    assert rig.here(0.5)
     assert torch.equal(rig.tensors[0], before)
 
 

@@ -289,6 +289,14 @@ class Engine:
         """``compute``, and the floating-point operations that it took."""
         return counting_flops(lambda: self.compute(task, emit))
 
+    def copies(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether ``compute`` has a step write into a copy of its batch.
+
+        The block may have to be computed again. Of more there is no copy, which would not be in what a worker is said
+        to take: such a block is asked for again.
+        """
+        return self._transfer.on_host and sum([tensor.nbytes for tensor in tensors]) <= _COPIED_BYTES
+
     def release(self, vector: ResultVector) -> None:
         """A block's host vector has been sent; it may be written again. Any thread."""
         self._transfer.host_pool.give(vector)
@@ -394,9 +402,7 @@ class Engine:
         transfer.begin()
         with random_state(quick=not self._seeds_python) as state:
             tensors = task.tensors
-            if transfer.on_host and sum([tensor.nbytes for tensor in tensors]) <= _COPIED_BYTES:
-                # A step may write into its batch, and the block may have to be computed again. Of more there is no
-                # copy, which would not be in what a worker is said to take: such a block is asked for again.
+            if self.copies(tensors):
                 tensors = [tensor.clone() for tensor in tensors]
             batches = leaves_of(task.structure, tensors, task.samples, task.packed)
             for index, (samples, batch) in enumerate(batches):

@@ -363,11 +363,6 @@ class InPlace:
         return Claim(_MOMENT_S if self._drew else 0.0)
 
     def _compute_alone(self, plan: StepPlan, block: Block, batch: Batch, threads: int) -> ComputedBlock | None:
-        task = Task(
-            step=plan.step, start=block.start, samples=batch.samples, loss_scale=self._rule.loss_scale,
-            structure=batch.structure, packed=batch.packed,
-            tensors=[tensor.clone() for tensor in batch.tensors],  # a step may write into its batch
-        )  # fmt: skip
         before, settings, kept = torch.get_num_threads(), [read() for read in _READ], False
         try:
             if threads != before:
@@ -383,6 +378,13 @@ class InPlace:
                     engine.incoming.copy_groups(self._state)
                     engine.load(range(len(engine.layout.buckets)))
                     self._version = plan.step
+                tensors = batch.tensors
+                if not engine.copies(tensors):  # a step may write into its batch
+                    tensors = [tensor.clone() for tensor in tensors]
+                task = Task(
+                    step=plan.step, start=block.start, samples=batch.samples, loss_scale=self._rule.loss_scale,
+                    structure=batch.structure, packed=batch.packed, tensors=tensors,
+                )  # fmt: skip
                 computed = engine.compute(task, _nowhere)
             kept = [read() for read in _READ] == settings
             if kept and not computed.splits:
