@@ -38,6 +38,7 @@ from w5xde_async.store.toml import to_toml, toml_value
 _PREFIX = "W5XDE_"
 _TABLES = ("coordinator", "worker")
 _NOT_IN_TOML = ("config", "join")
+_MOST_BYTES = 1 << 20  # of a TOML file
 _USER = re.compile(r"//[^/\s]*@")  # in a URL: a password may stand there
 _NO_TOKEN_FLAG = (
     "there is no --token: whoever is on this machine could read it from the list of processes; set W5XDE_TOKEN, or "
@@ -326,7 +327,11 @@ def _parse(program: type[Program], arguments: Sequence[str], prog: str) -> dict[
 
 def _table(program: type[Program], path: Path) -> dict[str, Any]:
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:  # it may be a pipe; and a device, which does not end
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise UsageError(f"--config {path} is larger than {_MOST_BYTES >> 20} MiB: that are no settings")
+        document = tomllib.loads(content.decode())
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
