@@ -405,10 +405,23 @@ def logits_of(output: Any) -> Any:
 
 
 def require_job(job: object, taker: str) -> None:
-    """Raises UsageError where it is none: ``taker`` asks for a Job."""
+    """Raises UsageError where it is none: ``taker`` asks for a Job; JobError as ``_on_the_host`` does."""
     if not isinstance(job, Job):
         made = f"; give {job.__qualname__}()" if isinstance(job, FunctionType) else ""
         raise UsageError(f"{taker} takes a Job, not a {type(job).__name__}{made}")
+    _on_the_host("job")
+
+
+def _on_the_host(reference: str) -> None:
+    """Raises JobError where torch makes tensors on another device unless told otherwise, in this thread: buffers that
+    bytes are received in among them."""
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        raise JobError(
+            reference, f"torch's default device is {device}",
+            "leave out torch.set_default_device: each worker moves model and batch to its own device, and a step makes "
+            "tensors where its batch is (device=batch.device)",
+        )  # fmt: skip
 
 
 def load_job(reference: str) -> Job:
@@ -422,7 +435,9 @@ def load_job(reference: str) -> Job:
         raise JobError(reference, "is not FILE.py:NAME or MODULE:NAME", "for example train.py:job")
     with random_state():
         seed_all(0)
-        return _load(reference, target, attribute)
+        job = _load(reference, target, attribute)
+    _on_the_host(reference)
+    return job
 
 
 def _load(reference: str, target: str, attribute: str) -> Job:

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import trustme
+from safetensors.torch import load_file
 from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from tests.support.proxy import FaultProxy
@@ -514,4 +515,34 @@ async def test_a_large_table_whose_sparse_gradients_save_nothing_is_told_of(rows
     commits.bus.subscribe(lambda event: warned.append(event.text) if isinstance(event, Warned) else None)
     async with Coordinator(job, config=settings(), bus=commits.bus):
         pass
-    assert [text.partition(":")[0] for text in warned if "2.1 MB" in text] == ["table"] * told
+    assert [text.partition(":")[0] for text in warned if "2.1 MB" in text] == ["embedding 'table'"] * told
+
+
+@pytest.mark.parametrize(("max_norm", "hooked", "told"), [(1.0, False, 1), (1.0, True, 0), (None, False, 0)])
+async def test_a_table_whose_norms_are_bounded_while_it_is_read_alone_is_told_of(
+    tmp_path: Path, max_norm: float | None, hooked: bool, told: int
+) -> None:
+    @torch.no_grad()
+    def bound(weight: torch.Tensor, *_: object) -> None:
+        weight.copy_(torch.renorm(weight, 2, 0, 1.0))
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        made, weight = torch.optim.SGD(model.parameters(), lr=8.0), next(model.parameters())
+        if hooked:
+            made.register_step_post_hook(lambda *_: bound(weight))
+        return made
+
+    x = torch.arange(64).remainder(8).reshape(16, 4)
+    job = Job(
+        model=lambda: nn.Sequential(nn.Embedding(8, 4, max_norm=max_norm), nn.Flatten(), nn.Linear(16, 2)),
+        dataset=TensorDataset(x, x[:, 0] // 4), optimizer=optimizer, loss=nn.functional.cross_entropy, batch_size=4,
+        max_steps=8,
+    )  # fmt: skip
+    events: list[Event] = []
+    ended = await train(lambda: job, events=events, run_dir=tmp_path)
+    assert ended.model_path is not None
+    norm = load_file(ended.model_path)["0.weight"].norm(dim=1).max().item()
+    assert (norm < 1.001) == hooked, "what is saved has other norms than is said of it"
+    assert (
+        len([event for event in events if isinstance(event, Warned) and "max_norm holds while" in event.text]) == told
+    )

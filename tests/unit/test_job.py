@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from w5xde_async.errors import ExitCode, JobError
-from w5xde_async.job import Job, best_by, build_model, load_job, loss_of, step_function
+from w5xde_async.job import Job, best_by, build_model, load_job, loss_of, require_job, step_function
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -365,6 +365,19 @@ def test_a_job_made_here_has_no_source_and_copies_keep_theirs(folder: Path) -> N
     loaded = load_job("w5jobs.py:job")
     assert replace(loaded, seed=3).source == loaded.source
     assert Job(model=nn.Linear(2, 2), dataset=[1], optimizer=lambda m: None, max_steps=1).source == b""
+
+
+def test_a_default_device_other_than_the_cpu_is_refused(folder: Path) -> None:
+    (folder / "w5device.py").write_text(f"{FILE}\nimport torch\ntorch.set_default_device('meta')\n")
+    made = job()
+    try:
+        with pytest.raises(JobError, match=r"default device is meta; leave out torch\.set_default_device"):
+            load_job("w5device.py:job")
+        with pytest.raises(JobError, match="default device is meta"):
+            require_job(made, "Coordinator")
+    finally:
+        torch.set_default_device(None)
+    require_job(made, "Coordinator")
 
 
 def test_a_file_that_fails_leaves_no_module_behind(folder: Path) -> None:

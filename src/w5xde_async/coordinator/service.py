@@ -57,6 +57,7 @@ from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.telemetry.wording import size
 from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.messages import ByeCode
 
 #: Tables of so much with sparse gradients: to update all of it takes longer than the rest of a small step.
@@ -506,7 +507,7 @@ class Coordinator:
         self._began = self._runtime.clock()
         self.bus.publish(self._started(prepared))
         self._outputs.began(run.training)
-        for note in (*resume.notes, *_lagging(prepared.strategy.update), *_looked_up(prepared.spec.model)):
+        for note in (*resume.notes, *_lagging(prepared.strategy.update), *_looked_up(prepared)):
             self.bus.publish(Warned(text=note))
         self._open_to_links.set()
 
@@ -696,18 +697,26 @@ def _lagging(update: UpdateConfig) -> tuple[str, ...]:
     )
 
 
-def _looked_up(model: nn.Module) -> tuple[str, ...]:
-    """What to know of large tables whose gradients a plain loop keeps sparse."""
+def _looked_up(prepared: Prepared) -> list[str]:
+    """What to know of tables that are not trained as in a plain loop, or more slowly."""
+    rule = prepared.strategy.rule
     tables = {
-        id(module.weight): (name, module.weight.nbytes)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
+        id(module.weight): (f"embedding {name!r}", module)
+        for name, module in prepared.spec.model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad
     }
-    nbytes = sum(nbytes for _, nbytes in tables.values())
-    if nbytes < _MANY_ROWS_BYTES:
-        return ()
-    names = ", ".join(name or "the model" for name, _ in tables.values())
-    return (
-        f"{names[:200]}: sparse=True saves no work here. A step "
-        f"adds and updates all {size(nbytes)} of it, where a plain loop changes the rows that a batch names",
-    )
+    notes = list[str]()
+    bounded = [name for name, module in tables.values() if module.max_norm is not None]
+    if bounded and not (isinstance(rule, SyncRule) and rule.has_own_code):  # which may do what is said here
+        notes.append(
+            f"{', '.join(bounded)[:200]}: max_norm holds while a batch is looked up; what is trained and saved may "
+            "grow beyond it. To keep it there, renormalize it in a hook of the optimizer (register_step_post_hook)"
+        )
+    sparse = [(name, module.weight.nbytes) for name, module in tables.values() if module.sparse]
+    nbytes = sum(nbytes for _, nbytes in sparse)
+    if nbytes >= _MANY_ROWS_BYTES:
+        notes.append(
+            f"{', '.join(name for name, _ in sparse)[:200]}: sparse=True saves no work here. A step adds and updates "
+            f"all {size(nbytes)} of it, where a plain loop changes the rows that a batch names"
+        )
+    return notes

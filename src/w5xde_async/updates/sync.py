@@ -179,14 +179,20 @@ class SyncRule:
         return sorted(name for name, value in now.items() if self._beside.get(name) != value)
 
     @property
+    def has_own_code(self) -> bool:
+        """Whether an update calls code that is not torch's: a hook, an optimizer or a scheduler of one's own."""
+        return self._own_code
+
+    @property
     def fused_form(self) -> str:
         """How the optimizer is written to make a step in one pass over memory; "" where that is not open to choice.
 
         On the CPU torch's own optimizers take parameter by parameter, in a dozen passes, unless they are told
-        otherwise. A fused step takes a tenth of the time, and has other last bits.
+        otherwise. A fused step takes a tenth of the time, and has other last bits. Where hooks are called, it may be
+        these that take long.
         """
         made = self.optimizer
-        if self.on_device is not None:
+        if self.on_device is not None or self._untrained is not None:
             return ""
         open_to_choice = all(group.get("fused", False) is None and not group["foreach"] for group in made.param_groups)
         return f"{type(made).__name__}(..., fused=True)" if type(made) in _FUSED and open_to_choice else ""

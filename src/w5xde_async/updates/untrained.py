@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.params.flat import FlatState, sum_of_bits
-from w5xde_async.params.layout import Layout
+from w5xde_async.params.layout import Bucket, Layout
 
 
 class _Named(NamedTuple):
@@ -34,6 +34,7 @@ class Untrained:
         """``tensors``: the model's, in layout order; those that are not trained are views of ``state``."""
         self._model, self._state = model, state
         self._buckets = [bucket for bucket in layout.buckets if layout.groups[bucket.group].role != "grad"]
+        self._moves = [layout.groups[bucket.group].role != "frozen" for bucket in self._buckets]  # with every result
         self._before: list[int] = []
         self._named: list[_Named] = []
         for entry, own in zip(layout.entries, tensors, strict=True):
@@ -43,7 +44,12 @@ class Untrained:
 
     def look(self) -> None:
         """The update is about to be made."""
-        self._before = self._values()
+        if not self._before:
+            self._before = self._values()
+            return
+        for number, bucket in enumerate(self._buckets):  # nobody else writes what is frozen, which may be large
+            if self._moves[number]:
+                self._before[number] = self._value(bucket)
 
     @torch.no_grad()
     def changed(self) -> list[int]:
@@ -72,8 +78,12 @@ class Untrained:
                 if found is own:
                     place.copy_(own)
                 own.data = place
-        asked = zip(self._buckets, self._before, self._values(), strict=True)
+        before, self._before = self._before, self._values()
+        asked = zip(self._buckets, before, self._before, strict=True)
         return [bucket.index for bucket, was, now in asked if was != now]
 
     def _values(self) -> list[int]:
-        return [int(sum_of_bits(self._state.bucket(bucket))) for bucket in self._buckets]
+        return [self._value(bucket) for bucket in self._buckets]
+
+    def _value(self, bucket: Bucket) -> int:
+        return int(sum_of_bits(self._state.bucket(bucket)))
