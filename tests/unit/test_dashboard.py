@@ -8,6 +8,7 @@ import logging
 import math
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ import pytest
 from tests.support.events import FINISHED, STARTED, committed, joined, left, reported, run_reported
 
 from w5xde_async.net.tls import own_certificate, server_context
+from w5xde_async.telemetry.dashboard import server
 from w5xde_async.telemetry.dashboard.connections import Idle
 from w5xde_async.telemetry.dashboard.feed import Feed, sse
 from w5xde_async.telemetry.dashboard.server import Dashboard
@@ -441,28 +443,54 @@ async def test_pages_and_data():
 
 
 @pytest.mark.both_loops
-async def test_answers_that_take_long_are_made_one_a_turn(monkeypatch: pytest.MonkeyPatch):
-    """Two hundred at once would else hold up the run, and ``/health``, for most of a second."""
-    turn, made = 0, []
-
-    async def count() -> None:
-        nonlocal turn
-        while True:
-            turn += 1
-            await asyncio.sleep(0)
-
+async def test_who_asks_for_what_takes_long_to_make_before_it_is_begun_shares_it(monkeypatch: pytest.MonkeyPatch):
+    """Thousands at once would else hold up the run, and ``/health``, for many seconds."""
+    made = 0
     async with served("", joined("a")) as (dashboard, view):
-        counting, snapshot = asyncio.create_task(count()), view.snapshot
+        snapshot = view.snapshot
 
         def noted() -> Any:
-            made.append(turn)
+            nonlocal made
+            made += 1
+            until = time.monotonic() + 0.02
+            while time.monotonic() < until:
+                pass
             return snapshot()
 
         monkeypatch.setattr(view, "snapshot", noted)
-        answers = await asyncio.gather(*[ask(dashboard, "/api/v1/snapshot") for _ in range(30)])
-        counting.cancel()
-    assert {status for status, _, _ in answers} == {200}
-    assert len(made) == len(set(made)) == 30
+        began = time.monotonic()
+        asked = [asyncio.create_task(ask(dashboard, "/api/v1/snapshot")) for _ in range(60)]
+        assert (await ask(dashboard, "/health"))[0] == 200
+        answers = await asyncio.gather(*asked)
+        took_s = time.monotonic() - began
+        assert {status for status, _, _ in answers} == {200}
+        assert len({body for _, _, body in answers}) <= made <= 1 + took_s / (0.02 * server._REST)
+        before = made
+        assert "name-b" not in (await ask(dashboard, "/api/v1/workers"))[2]
+        view(joined("b"))  # what is answered is never older than the question
+        assert "name-b" in (await ask(dashboard, "/api/v1/workers"))[2]
+        assert made == before + 2
+
+
+@pytest.mark.both_loops
+async def test_an_answer_that_cannot_be_made_is_an_error_for_who_asked_alone(monkeypatch: pytest.MonkeyPatch):
+    async with served("", joined("a")) as (dashboard, view):
+        monkeypatch.setattr(view, "snapshot", lambda: 1 / 0)
+        answers = await asyncio.gather(*[ask(dashboard, "/api/v1/run") for _ in range(3)])
+        assert [status for status, _, _ in answers] == [500, 500, 500]
+        monkeypatch.undo()
+        assert (await ask(dashboard, "/api/v1/run"))[0] == 200
+
+
+@pytest.mark.both_loops
+async def test_it_closes_while_somebody_waits_for_an_answer():
+    async with served("", joined("a")) as (dashboard, _):
+        dashboard._rests_until = asyncio.get_running_loop().time() + 60
+        waiting = asyncio.create_task(ask(dashboard, "/metrics"))
+        while not dashboard._making:  # noqa: ASYNC110 - a request tells nobody that it waits
+            await asyncio.sleep(0)
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert not dashboard._making or all(task.done() for task in dashboard._making.values())
 
 
 async def test_nothing_can_be_changed():

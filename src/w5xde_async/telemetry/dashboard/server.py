@@ -12,8 +12,8 @@ import json
 import logging
 import socket
 import ssl as tls
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _EXHAUSTED_S = 0.2
 _MOST_REQUESTS = 512  # under way at a time, viewers too, or fewer where the process may open little
+_A_TURN = 16  # connections; of hundreds that may be idle
+_REST, _LONGEST_REST_S = 5, 0.5  # after an answer that took milliseconds to make: four times as long, at most so long
 _FLUSH_S = 0.5
 _SILENT_S = 10.0
 _LEAST_TAKEN = 1 << 16  # bytes that a viewer takes in that time of what waits for it
@@ -73,8 +75,8 @@ class _Server(uvicorn.Server):
         return task
 
     async def _accept(self, listening: socket.socket) -> None:
-        """One a turn of the loop, so that each is heard before it is the oldest."""
-        loop, idle = asyncio.get_running_loop(), self.server_state.idle
+        """A few a turn of the loop, so that each is heard before it is the oldest."""
+        loop, idle, accepted_now = asyncio.get_running_loop(), self.server_state.idle, 0
         while True:
             try:
                 sock, address = await loop.sock_accept(listening)
@@ -84,7 +86,10 @@ class _Server(uvicorn.Server):
             accepted = Accepted(sock, address[0], handshake := self._begin(self._attach(sock)))
             idle.add(accepted)
             handshake.add_done_callback(partial(_end, idle, accepted))
-            await asyncio.sleep(0)
+            accepted_now += 1
+            if accepted_now == _A_TURN:
+                accepted_now = 0
+                await asyncio.sleep(0)
 
     async def _attach(self, sock: socket.socket) -> None:
         make = partial(Connection, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
@@ -123,7 +128,8 @@ class Dashboard:
         self._static: dict[str, tuple[bytes, str]] = {}
         self._server: _Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._making = asyncio.Lock()
+        self._making: dict[str, asyncio.Task[bytes]] = {}  # answers that are asked for and not begun
+        self._one_by_one, self._rests_until = asyncio.Lock(), 0.0
         self._idle: dict[Any, tuple[int, float]] = {}  # connection -> bytes that wait for it, and since when
 
     @property
@@ -164,6 +170,10 @@ class Dashboard:
         serving, flushing = self._tasks
         flushing.cancel()
         await asyncio.wait([serving, flushing])
+        making = list(self._making.values())
+        for task in making:
+            task.cancel()
+        await asyncio.gather(*making, return_exceptions=True)
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> socket.socket:
         found = await loop.getaddrinfo(self.host or None, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -232,13 +242,26 @@ class Dashboard:
 
         return limited
 
-    @asynccontextmanager
-    async def _one_a_turn(self) -> AsyncIterator[None]:
-        """Answers of milliseconds are made one in each turn of the loop: hundreds that are asked for at once hold up
-        neither the run nor ``/health``."""
-        async with self._making:
-            yield
-            await asyncio.sleep(0)
+    async def _made(self, what: str, make: Callable[[], bytes]) -> bytes:
+        """An answer of milliseconds, begun after it was asked for. Thousands that are asked for at once hold up neither
+        the run nor ``/health``: they get the same, and to make answers takes at most ``1 / _REST`` of the loop."""
+        making = self._making.get(what)
+        if making is None:
+            making = self._making[what] = asyncio.create_task(self._make(what, make))
+            making.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever asked may be gone
+        return await asyncio.shield(making)
+
+    async def _make(self, what: str, make: Callable[[], bytes]) -> bytes:
+        loop = asyncio.get_running_loop()
+        async with self._one_by_one:
+            await asyncio.sleep(max(0.0, self._rests_until - loop.time()))
+            del self._making[what]  # who asks from now on is given a newer one
+            began = loop.time()
+            try:
+                return make()
+            finally:
+                now = loop.time()
+                self._rests_until = now + min(_LONGEST_REST_S, (_REST - 1) * (now - began))
 
     # -- what it answers -----------------------------------------------------------------------------------
 
@@ -250,11 +273,11 @@ class Dashboard:
             return self._file(request.path_params["name"])
 
         async def health(request: Request) -> Response:
-            return _json({"status": "ok"})
+            return _json(_encoded({"status": "ok"}))
 
         async def metrics(request: Request) -> Response:
-            async with self._one_a_turn():
-                return Response(self._metrics.text(), headers={"content-type": _METRICS_TYPE, **_NO_STORE})
+            text = await self._made("metrics", self._metrics.text)
+            return Response(text, headers={"content-type": _METRICS_TYPE, **_NO_STORE})
 
         async def events(request: Request) -> Response:
             if self.feed.full:
@@ -268,9 +291,12 @@ class Dashboard:
             section = request.path_params["section"]
             if section not in ("snapshot", *_SECTIONS):
                 return _missing(section)
-            async with self._one_a_turn():
+
+            def made() -> bytes:
                 snapshot = self._view.snapshot()
-                return _json(snapshot if section == "snapshot" else snapshot[section])
+                return _encoded(snapshot if section == "snapshot" else snapshot[section])
+
+            return _json(await self._made(section, made))
 
         routes = [
             Route("/", page),
@@ -289,13 +315,16 @@ class Dashboard:
         return Response(found[0], headers={"content-type": found[1], "cache-control": "no-cache"})
 
 
-def _json(value: object) -> Response:
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False, default=str)
-    return Response(text, headers={"content-type": "application/json", **_NO_STORE})
+def _encoded(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, default=str).encode()
+
+
+def _json(encoded: bytes) -> Response:
+    return Response(encoded, headers={"content-type": "application/json", **_NO_STORE})
 
 
 def _missing(section: str) -> Response:
-    answer = _json({"error": f"there is no {section[:64]!r}", "sections": ["snapshot", *_SECTIONS]})
+    answer = _json(_encoded({"error": f"there is no {section[:64]!r}", "sections": ["snapshot", *_SECTIONS]}))
     answer.status_code = 404
     return answer
 
