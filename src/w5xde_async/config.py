@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from w5xde_async.errors import UsageError, need
 
+USER = re.compile(r"//[^/\s]*@")  #: in a URL: a password may stand there
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
 _PLAIN = re.compile(r"[0-9]+(?:\.[0-9]+)?")
@@ -60,7 +61,8 @@ class Kind(NamedTuple):
         try:
             return self.value(told)
         except ValueError:
-            raise UsageError(f"{where}: {shown or repr(told)} will not do; give {self.accepts}") from None
+            told = USER.sub("//...@", shown or repr(told))
+            raise UsageError(f"{where}: {told} will not do; give {self.accepts}") from None
 
 
 class Setting(NamedTuple):
@@ -249,7 +251,7 @@ _TELLS.maxstring = _TELLS.maxother = 200
 
 def _as_told(value: object) -> str:
     """In one line, a long one cut in the middle."""
-    return " ".join(_TELLS.repr(value).split())
+    return USER.sub("//...@", " ".join(_TELLS.repr(value).split()))
 
 
 YES_OR_NO = Kind("true or false", "", _yes_or_no, lambda value: isinstance(value, bool))

@@ -107,6 +107,22 @@ def test_a_directory_that_is_gone_lets_nobody_in_again(tmp_path: Path) -> None:
     assert access.credentials.revoked("mallory")
 
 
+def test_a_secret_that_is_gone_is_told_of_and_who_is_revoked_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    access = Access(TLS, path)
+    before = (path / "secret").read_text()
+    (path / "secret").unlink()
+    (path / "revoked").write_text("mallory\n")
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"secret is gone: the secret stays the same"):
+            access.reload()
+    assert access.credentials.revoked("mallory")
+    (path / "secret").write_text(before)
+    (path / "secret").chmod(0o600)
+    assert not access.reload()
+
+
 def test_a_list_is_read_where_nothing_else_is_left(tmp_path: Path) -> None:
     """What invitations were made from is all that lies there beside a token and a certificate that were given."""
     path = tmp_path / "run"

@@ -401,6 +401,25 @@ def test_who_answers_for_a_coordinator_that_is_away_does_not_send_a_worker_of_it
     assert "no coordinator yet" in said  # once, at once
 
 
+def test_who_answers_in_another_protocol_is_said_to_be_no_coordinator(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def join(link: Any, **_: Any) -> Any:
+        raise FrameTooLarge("header", int.from_bytes(b"HTTP"), 1 << 16)
+
+    async def main(world: World) -> None:
+        async def connect(*_: Any, **__: Any) -> Any:
+            return Quiet()
+
+        monkeypatch.setattr(dialing, "join", join)
+        runtime = Runtime(clock=world.loop.time, connect=connect)
+        dialer = Dialer("127.0.0.1:77", WorkerConfig(connect_timeout_s=5.0, device="cpu"), runtime)
+        with pytest.raises(Unreachable, match=r"within 5 s \(what listens there may be no coordinator: header of"):
+            await dialer.join()
+
+    run(main)
+
+
 def test_a_worker_without_a_sandbox_follows_no_join_file_to_another_machine(run: Any, tmp_path: Path) -> None:
     path = tmp_path / "join"
     write_private_line(path, _invitation(("10.0.0.2", 78)))

@@ -105,6 +105,12 @@ def test_what_is_no_host_is_refused(text: str) -> None:
         parse_address(text)
 
 
+@pytest.mark.parametrize("text", ["-", "-a", "\uff0da"])  # IDNA writes the last one with a hyphen
+def test_a_host_without_a_port_that_looks_like_a_flag_is_refused_too(text: str) -> None:
+    with pytest.raises(UsageError, match="it begins with a hyphen"):
+        bare_host(text)
+
+
 @pytest.mark.parametrize("text", ["192.0.2.2:6001,192.0.2.3:6001", "a,b", "[::1]:1,[::2]:1"])
 def test_several_addresses_are_not_one(text: str) -> None:
     with pytest.raises(UsageError, match="names several; give one, as in host:5555"):

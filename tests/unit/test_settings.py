@@ -185,6 +185,7 @@ def test_a_misspelt_variable_is_named_with_the_near_one() -> None:
         (("j.py:j", "--silence", "2"), ("--silence 2s", "--heartbeat 3s")),
         (("j.py:j", "--data-dir", __file__), ("--data-dir", "a directory")),
         (("j.py:j", "--profile-memory", f"{__file__}/x"), ("--profile-memory", "a directory")),
+        (("j.py:j", "--tracker", "x:http://me:hush@h"), ("--tracker: 'x:http://...@h' will not do",)),
         (("j.py:j", "--config", "none.toml"), ("none.toml", "No such file")),
         (("j.py:j", "--config", "/dev/zero"), ("/dev/zero", "larger than 1 MiB")),
         (("j.py:j", "--token", "hush"), ("W5XDE_TOKEN", "--token-file")),

@@ -51,6 +51,7 @@ _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 _TLS_HINT = "compare both sides: TLS or --insecure, --tls-ca-file, --tls-cert; the coordinator's join file has it right"
 
+_NO_TLS = "WRONG_VERSION_NUMBER"  # in OpenSSL's words: what came is no record of TLS
 _DATES = (9, 10)  # of OpenSSL: not yet valid, expired
 
 _LONGEST_NAME, _LONGEST_LABEL = 253, 63  # RFC 1035
@@ -139,6 +140,8 @@ def valid_host(host: str, *, place: str = "address") -> str:
         )
     if odd := next((character for character in name if not _LETTER.fullmatch(character)), ""):
         raise UsageError(f"{shown} is no host name: {odd!r} has no place in one")
+    if name.startswith("-"):  # a program would take it for a flag
+        raise UsageError(f"{shown} is no host name: it begins with a hyphen")
     return name
 
 
@@ -574,8 +577,10 @@ def _is_refusal(error: Exception) -> bool:
 
 def _tls_hint(error: Exception) -> str:
     """What to do. Certificates are valid from one moment to another: a wrong clock looks like a wrong certificate."""
-    told = getattr(error, "verify_code", 0) in _DATES or "EXPIRED" in str(getattr(error, "reason", "") or "").upper()
-    if not told:
+    reason = str(getattr(error, "reason", "") or "").upper()
+    if reason == _NO_TLS:
+        return f"what listens there speaks no TLS, and may be no coordinator; {_TLS_HINT}"
+    if getattr(error, "verify_code", 0) not in _DATES and "EXPIRED" not in reason:
         return _TLS_HINT
     now = datetime.datetime.now(datetime.UTC)
     return f"compare the clocks of both sides (this machine's says {now:%Y-%m-%d %H:%M} UTC), or renew the certificate"

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import difflib
 import os
-import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from w5xde_async.config import (
     FOLDER,
     PATH,
     TIME,
+    USER,
     YES_OR_NO,
     Config,
     Parser,
@@ -39,7 +39,6 @@ _PREFIX = "W5XDE_"
 _TABLES = ("coordinator", "worker")
 _NOT_IN_TOML = ("config", "join")
 _MOST_BYTES = 1 << 20  # of a TOML file
-_USER = re.compile(r"//[^/\s]*@")  # in a URL: a password may stand there
 _NO_TOKEN_FLAG = (
     "there is no --token: whoever is on this machine could read it from the list of processes; set W5XDE_TOKEN, or "
     "write it to a file of mode 0600 and give --token-file"
@@ -229,7 +228,7 @@ def read(
     heeded = {
         known[name].variable: value
         for name, value in said.items()
-        if name not in given and name != "join" and not _USER.search(value)
+        if name not in given and name != "join" and not USER.search(value)
     }
     settings = _make(program, values, {"values": values, "told": told, "environment": heeded})
     if printing:

@@ -129,15 +129,22 @@ class Access:
     def reload(self) -> bool:
         """Read the run directory's ``secret`` and ``revoked`` again; True when the secret is another.
 
-        Raises UsageError, StoreError; then all is as it was.
+        Raises UsageError, StoreError; then all is as it was, but that of a ``secret`` that is gone itself the
+        ``revoked`` are read.
         """
         with self._lock:
             if self._is_gone():  # with everything: nobody has taken a line out of a list
                 return False
-            path = None if self._run_path is None else self._run_path / _SECRET
-            secret = self._read_secret(path) if self._from_file and path is not None and path.exists() else None
+            path = self._run_path / _SECRET if self._from_file and self._run_path is not None else None
+            there = path is not None and path.exists()
+            secret = self._read_secret(path) if path is not None and there else None
             self._read_revoked()
             self._remember(_REVOKED)
+            if path is not None and not there:
+                raise UsageError(
+                    f"{path} is gone: the secret stays the same until the coordinator ends, and the next one makes "
+                    "another; write a line there to change it now"
+                )
             if secret is None:
                 return False
             self._remember(_SECRET)

@@ -348,6 +348,8 @@ class Dialer:
                 "use its join file, or leave out --insecure",
             )
             raise self._foreign(refused) from None
+        if isinstance(error, RemoteError) and not self._terms:
+            raise LinkLost(link.peer, f"what listens there may be no coordinator: {error}") from None
         if not isinstance(error, LinkLost) or self._terms or link.bytes_received:
             return
         if tls is None:
