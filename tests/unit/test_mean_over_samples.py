@@ -39,6 +39,16 @@ def _noisy(model: nn.Module, batch: Any) -> Tensor:
     return functional.cross_entropy(model(batch[0] + torch.randn_like(batch[0])), batch[1])
 
 
+def _views(model: nn.Module, batch: Any) -> Tensor:
+    """As SimCLR has it: each sample twice, in two augmentations."""
+    one, other = (functional.normalize(model(batch[0] + 0.1 * torch.randn_like(batch[0])), dim=-1) for _ in range(2))
+    return functional.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+
+def _very_noisy(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0]).square() * torch.randn(len(batch[0]), 1).exp()).mean()
+
+
 def _failing(model: nn.Module, batch: Any) -> Tensor:
     raise ArithmeticError("not on this machine")
 
@@ -65,15 +75,29 @@ def _told(job: Job) -> str | None:
         _job(lambda out, labels: functional.cross_entropy(out, labels, weight=_WEIGHTS)),
         _job(_of_first(lambda out, labels: functional.mse_loss(out, labels).sqrt())),
         _job(step=_contrastive),
+        _job(step=_views),
+        _job(step=_views, dataset=[_DATA[at] for at in range(64)]),
         _job(nn.CrossEntropyLoss(weight=_WEIGHTS), dataset=[_DATA[at] for at in range(64)]),
         _job(nn.CrossEntropyLoss(weight=_WEIGHTS), precision="bf16"),
     ],
-    ids=["weights", "ignored", "sum", "function", "root", "contrastive", "samples", "bf16"],
+    ids=[
+        "weights",
+        "ignored",
+        "sum",
+        "function",
+        "root",
+        "contrastive",
+        "views",
+        "views of samples",
+        "samples",
+        "bf16",
+    ],
 )
 def test_what_is_no_mean_is_told(job: Job) -> None:
     told = _told(job)
     assert told is not None
     assert "the loss of the first 8 samples is" in told
+    assert ("8 draws" in told) == (job.step is _views)
     assert "it is no mean over samples" in told
     assert "microbatch_size=16 keeps them whole" in told
     assert _told(replace(job, microbatch_size=16)) is None
@@ -86,12 +110,23 @@ def test_what_is_no_mean_is_told(job: Job) -> None:
         _job(_of_first(nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)))),
         _job(lambda out, labels: functional.kl_div(out.log_softmax(1), out.softmax(1).detach(), reduction="batchmean")),
         _job(step=_smooth),
-        _job(step=_noisy),
+        *[_job(step=_noisy, seed=seed) for seed in range(20)],
+        *[_job(step=_very_noisy, seed=seed) for seed in range(20)],
         _job(step=_failing),
         _job(lambda out, labels: functional.cross_entropy(out, labels) * torch.nan),
         _job(nn.CrossEntropyLoss(), precision="bf16"),
     ],
-    ids=["mean", "weighted sample by sample", "batchmean", "penalty", "noisy", "failing", "not finite", "bf16"],
+    ids=[
+        "mean",
+        "weighted sample by sample",
+        "batchmean",
+        "penalty",
+        *["noisy"] * 20,
+        *["very noisy"] * 20,
+        "failing",
+        "not finite",
+        "bf16",
+    ],
 )
 def test_nothing_is_told_of_others(job: Job) -> None:
     assert _told(job) is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import map_tensors
 from w5xde_async.job import Job, first_samples, step_function
+from w5xde_async.plan.sampler import seed_for
 from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.users_code import users_code
 
@@ -28,6 +30,8 @@ _SAMPLES = (8, 4, 2)  # looked at: as many as are quick
 _MOST_FLOPS = 2 * 10**10  # forward passes of all that is looked at, which are less than a step in any case
 _MOST_PARAMETERS = 50_000_000  # of a model that is copied
 _MOST_READING_S = 0.3
+_DRAWS = 8  # of a step that draws
+_BY_FAR, _NOTABLE = 6.0, 0.05  # standard errors of such a mean; of the loss: what chance hides is not told
 _ROUNDING = 1e-3  # of the loss: rounding is a hundredth of it, and class weights hardly ever so little
 
 
@@ -63,29 +67,37 @@ def _said(loss: Any) -> str | None:
 
 
 def _compared(job: Job, model: nn.Module, step_flops: int) -> str | None:
-    """Where the loss of some samples is not the mean of the losses of their parts. Nothing where the step draws random
-    numbers or raises, or that takes long. The model is in evaluation mode: samples do not meet in batch norm there."""
+    """Where the loss of some samples is not the mean of the losses of their parts; of a step that draws random numbers,
+    where the means over many draws differ by far more than chance. Nothing where the step raises, or that takes long.
+    The model is in evaluation mode: samples do not meet in batch norm there, and nothing is dropped."""
     if sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
         return None
     with suppress(Exception), users_code(), random_state():
         # Forward is a third of a step, and all samples are in two passes: whole, and in parts.
-        most = min(job.batch_size, 1.5 * _MOST_FLOPS * job.batch_size / step_flops)
+        affordable = 1.5 * _MOST_FLOPS * job.batch_size / step_flops
+        most = min(job.batch_size, affordable)
         samples = next((number for number in _SAMPLES if number <= most), 0)
         batch_of = _batches(job, samples) if samples else None
         if batch_of is None:
             return None
         part = 2 if samples == _SAMPLES[0] else 1
-        whole, *parts = _losses(
-            job, model, [batch_of(0, samples), *(batch_of(at, at + part) for at in range(0, samples, part))]
-        )
-        mean = math.fsum(parts) / len(parts)
-        size = max(abs(whole), math.fsum(map(abs, parts)) / len(parts))
+        batches = [batch_of(0, samples), *(batch_of(at, at + part) for at in range(0, samples, part))]
+        model = copy.deepcopy(model).eval()
+        (whole, mean, size), drew = _losses(job, model, batches)
+        least, draws = _ROUNDING * size, ""
+        if drew:
+            if (1 + _DRAWS) * samples > affordable:
+                return None
+            drawn = [_losses(job, model, batches, draw)[0] for draw in range(1, _DRAWS + 1)]
+            whole, mean, size = (math.fsum(values) / _DRAWS for values in zip(*drawn, strict=True))
+            chance = statistics.stdev(one - other for one, other, _ in drawn) / math.sqrt(_DRAWS)
+            least, draws = max(_BY_FAR * chance, _NOTABLE * size), f" ({_DRAWS} draws)"
         # A part may have no loss at all, NaN.
-        if not math.isfinite(whole) or abs(whole - mean) <= _ROUNDING * size:
+        if not math.isfinite(whole) or abs(whole - mean) <= least:
             return None
         return (
-            f"the loss of the first {samples} samples is {whole:.4g}, and {mean:.4g} is the mean of those of their "
-            f"parts of {part} (class weights, ignore_index, reduction='sum', a mean over tokens, samples compared with "
+            f"the loss of the first {samples} samples is {whole:.4g}{draws}, and {mean:.4g} is the mean of those of "
+            f"their parts of {part} (class weights, ignore_index, reduction='sum', a mean over tokens, samples compared with "
             "one another)"
         )
     return None
@@ -104,17 +116,21 @@ def _batches(job: Job, count: int) -> Callable[[int, int], Any] | None:
     return lambda begin, end: collate(samples[begin:end])
 
 
-def _losses(job: Job, model: nn.Module, batches: list[Any]) -> list[float]:
-    """Raises ValueError where the step draws random numbers."""
-    model, step = copy.deepcopy(model).eval(), step_function(job)
+def _losses(job: Job, model: nn.Module, batches: list[Any], draw: int = 0) -> tuple[tuple[float, float, float], bool]:
+    """Of the first batch, of the others on average, and the size of either; and whether the step draws random numbers.
+
+    ``draw``: which ones; from 1 on those of ``random`` and numpy too.
+    """
+    step, device, drew = step_function(job), torch.device("cpu"), False
     found: list[float] = []
-    device = torch.device("cpu")
     with torch.no_grad():
-        for batch in batches:
+        for place, batch in enumerate(batches):
             with random_state() as state:
-                seed_all(job.seed, python=False)
+                # Other numbers in each part: else what is drawn for one would be drawn for all.
+                seed_all(seed_for("looked at", job.seed, draw, place if draw else 0), python=bool(draw))
                 loss: Any = step(model, map_tensors(batch, torch.clone))[0]
-                if has_drawn(device) or not state.unmoved():
-                    raise ValueError("it draws random numbers")
+                drew = drew or has_drawn(device) or not state.unmoved()
             found.append(float(loss))
-    return found
+    whole, *parts = found
+    size = max(abs(whole), math.fsum(map(abs, parts)) / len(parts))
+    return (whole, math.fsum(parts) / len(parts), size), drew
