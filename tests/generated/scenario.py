@@ -136,6 +136,7 @@ class Scenario:
             and self.batch * self.columns <= 1 << 21
             and ("loud" not in self.habits or (self.parameters == "float32" and self.batch <= 4))
             and (not self.follows or self.rule in ("sync", "async"))
+            and (self.average == "mean" or self.rule in ("async", "local"))
             and (self.durability == "checkpoint" or (self.kept and self.rule == "sync"))
             and (self.kept or not (self.storm or any(fault.kind in KEPT for fault in self.faults)))
         )

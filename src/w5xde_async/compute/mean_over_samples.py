@@ -97,8 +97,8 @@ def _compared(job: Job, model: nn.Module, step_flops: int) -> str | None:
             return None
         return (
             f"the loss of the first {samples} samples is {whole:.4g}{draws}, and {mean:.4g} is the mean of those of "
-            f"their parts of {part} (class weights, ignore_index, reduction='sum', a mean over tokens, samples compared with "
-            "one another)"
+            f"their parts of {part} (class weights, ignore_index, reduction='sum', a mean over tokens, "
+            "samples compared with one another)"
         )
     return None
 
