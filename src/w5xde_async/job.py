@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -337,9 +337,13 @@ def made_by(part: str, make: Callable[[], _T], *, hint: str = "") -> _T:
 
 @contextmanager
 def _as_job_errors(
-    reference: str, what: str, hint: str = "", *, passed_on: tuple[type[Exception], ...] = ()
-) -> Iterator[None]:
-    """The user's code runs here: whatever it raises becomes a JobError, in one line, which says that ``what`` did."""
+    reference: str, what: str, hint: str = "", *, passed_on: tuple[type[Exception], ...] = (),
+    hints: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[None]:  # fmt: skip
+    """The user's code runs here: whatever it raises becomes a JobError, in one line, which says that ``what`` did.
+
+    ``hints``: what to do, by a part of what is raised; ``hint``: else.
+    """
     try:
         yield
     except BaseException as error:
@@ -347,7 +351,9 @@ def _as_job_errors(
             raise
         if isinstance(error, MemoryError):
             raise LocalError(f"{what} of the job ({reference}): {LACKS_MEMORY}") from error
-        raise JobError(reference, f"{what} raised {in_one_line(error)}", hint) from error
+        said = in_one_line(error)
+        hint = next((known for part, known in hints.items() if part in said), hint)
+        raise JobError(reference, f"{what} raised {said}", hint) from error
 
 
 def step_function(job: Job) -> StepFunction:
@@ -529,7 +535,9 @@ def _import_file(reference: str, path: Path) -> Any:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    with _as_job_errors(reference, f"importing {path}"):
+    inside = f"{path.resolve().parent.name}.{path.stem}:{reference.rpartition(':')[2]}"
+    hints = {"no known parent package": f"in the folder above {folder}, write {inside}"}
+    with _as_job_errors(reference, f"importing {path}", hints=hints):
         try:
             spec.loader.exec_module(module)
         except BaseException:

@@ -367,6 +367,17 @@ def test_a_job_made_here_has_no_source_and_copies_keep_theirs(folder: Path) -> N
     assert Job(model=nn.Linear(2, 2), dataset=[1], optimizer=lambda m: None, max_steps=1).source == b""
 
 
+def test_a_file_that_imports_from_its_package_is_to_be_written_as_a_module(folder: Path) -> None:
+    (folder / "w5package").mkdir()
+    (folder / "w5package" / "inner.py").write_text(FILE)
+    (folder / "w5package" / "outer.py").write_text("from .inner import job\n")
+    with pytest.raises(
+        JobError, match=r"relative import .*in the folder above .*w5package, write w5package\.outer:job"
+    ):
+        load_job(f"{folder}/w5package/outer.py:job")
+    assert load_job("w5package.outer:job").batch_size
+
+
 def test_a_default_device_other_than_the_cpu_is_refused(folder: Path) -> None:
     (folder / "w5device.py").write_text(f"{FILE}\nimport torch\ntorch.set_default_device('meta')\n")
     made = job()

@@ -67,7 +67,7 @@ _MEETING_S = 5.0  # that a volunteer is kept waiting for others before it has to
 _OTHER_CODE = (
     "worker {name} has other code than this coordinator, in the job's file or in what that imports from its folder: "
     "its model and data fit, but another loss or forward gives other bits; start it with the same files, or without "
-    "--job: it is then sent what to compute"
+    "--job: it is then sent what to compute. Where files were edited meanwhile, stop the run and resume it"
 )
 _SHARE_HINT = "one name or address may have a quarter of --max-workers, or 8; raise it at the coordinator"
 
