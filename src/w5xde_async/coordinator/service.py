@@ -707,7 +707,7 @@ def _looked_up(prepared: Prepared) -> list[str]:
     }
     notes = list[str]()
     bounded = [name for name, module in tables.values() if module.max_norm is not None]
-    if bounded and not (isinstance(rule, SyncRule) and rule.has_own_code):  # which may do what is said here
+    if bounded and isinstance(rule, SyncRule) and not rule.has_own_code:  # which may do what is said here
         notes.append(
             f"{', '.join(bounded)[:200]}: max_norm holds while a batch is looked up; what is trained and saved may "
             "grow beyond it. To keep it there, renormalize it in a hook of the optimizer (register_step_post_hook)"

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _EXHAUSTED_S = 0.2
 _MOST_REQUESTS = 512  # under way at a time, viewers too, or fewer where the process may open little
 _A_TURN = 16  # connections; of hundreds that may be idle
-_REST, _LONGEST_REST_S = 5, 0.5  # after an answer that took milliseconds to make: four times as long, at most so long
+_REST, _LONGEST_REST_S = 5, 2.0  # after an answer that took milliseconds to make: four times as long, at most so long
 _FLUSH_S = 0.5
 _SILENT_S = 10.0
 _LEAST_TAKEN = 1 << 16  # bytes that a viewer takes in that time of what waits for it
@@ -244,7 +244,7 @@ class Dashboard:
 
     async def _made(self, what: str, make: Callable[[], bytes]) -> bytes:
         """An answer of milliseconds, begun after it was asked for. Thousands that are asked for at once hold up neither
-        the run nor ``/health``: they get the same, and to make answers takes at most ``1 / _REST`` of the loop."""
+        the run nor ``/health``: they get the same, and to make answers takes ``1 / _REST`` of the loop."""
         making = self._making.get(what)
         if making is None:
             making = self._making[what] = asyncio.create_task(self._make(what, make))
