@@ -399,6 +399,21 @@ async def test_a_tls_handshake_has_a_deadline(monkeypatch: pytest.MonkeyPatch):
     await listener.aclose()
 
 
+async def test_what_speaks_no_tls_is_said_to_be_no_coordinator_perhaps():
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(
+            Refused, match=r"TLS: .*; what listens there speaks no TLS, and may be no coordinator; comp"
+        ):
+            await connect("127.0.0.1", port, timeout_s=5, ssl=ssl.create_default_context())
+
+
 @pytest.mark.both_loops
 @pytest.mark.parametrize("wrong", ["authority", "name", "plain"])
 async def test_tls_that_cannot_be_is_refused_with_the_reason(wrong: str):
