@@ -329,7 +329,7 @@ def _table(program: type[Program], path: Path) -> dict[str, Any]:
         with path.open("rb") as file:  # it may be a pipe; and a device, which does not end
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            raise UsageError(f"--config {path} is larger than {_MOST_BYTES >> 20} MiB: that are no settings")
+            raise UsageError(f"--config {path} is larger than {_MOST_BYTES >> 20} MiB; give a file of settings")
         document = tomllib.loads(content.decode())
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error

@@ -129,8 +129,8 @@ class Access:
     def reload(self) -> bool:
         """Read the run directory's ``secret`` and ``revoked`` again; True when the secret is another.
 
-        Raises UsageError, StoreError; then all is as it was, but that of a ``secret`` that is gone itself the
-        ``revoked`` are read.
+        Raises UsageError, StoreError; then all is as it was. Where ``secret`` itself is gone, UsageError, after
+        ``revoked`` was read.
         """
         with self._lock:
             if self._is_gone():  # with everything: nobody has taken a line out of a list

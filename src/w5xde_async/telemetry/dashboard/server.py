@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 _EXHAUSTED_S = 0.2
 _MOST_REQUESTS = 512  # under way at a time, viewers too, or fewer where the process may open little
-_A_TURN = 16  # connections; of hundreds that may be idle
-_REST, _LONGEST_REST_S = 5, 2.0  # after an answer that took milliseconds to make: four times as long, at most so long
+_A_TURN = 16  # connections that are accepted in one turn of the loop
+_REST, _LONGEST_REST_S = 5, 2.0  # no answer is begun for four times as long as the last one took, at most 2 s
 _FLUSH_S = 0.5
 _SILENT_S = 10.0
 _LEAST_TAKEN = 1 << 16  # bytes that a viewer takes in that time of what waits for it
