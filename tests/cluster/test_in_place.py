@@ -28,12 +28,12 @@ from w5xde_async.coordinator.sync.in_place import InPlace
 from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.coordinator.sync.verification import FinishedBlock
 from w5xde_async.data.loader import Loader
-from w5xde_async.errors import LeafFailed
+from w5xde_async.errors import LeafFailed, UpdateFailed
 from w5xde_async.job import Job
 from w5xde_async.params.flat import named_digest
 from w5xde_async.plan.pacing import Pacing, PacingConfig
 from w5xde_async.plan.sampler import StepPlan
-from w5xde_async.telemetry.events import Bus, Event, StepCommitted, Warned, WorkerShare
+from w5xde_async.telemetry.events import Bus, Evaluated, Event, StepCommitted, Warned, WorkerShare
 from w5xde_async.worker.executors.executor import Computed, HeldLease, Send
 from w5xde_async.worker.executors.in_place import InPlaceExecutor
 from w5xde_async.worker.service import Departure, Worker
@@ -134,6 +134,116 @@ async def test_the_bits_are_those_of_one_process(make: Callable[[], Job]) -> Non
     assert share.leaves > sum(one.leaves for one in result.shares) / 3
     assert result.step == STEPS
     assert result.digest == named_digest(reference.train(short(make), STEPS)[0])
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps were made in each turn of the event loop that made some."""
+    made: list[int] = []
+    several = SyncTraining._make_several
+
+    async def count(self: SyncTraining, here: InPlace) -> bool:
+        before = self.version
+        took = await several(self, here)
+        if self.version > before:
+            made.append(self.version - before)
+        return took
+
+    monkeypatch.setattr(SyncTraining, "_make_several", count)
+    monkeypatch.setattr(training, "_TURN_S", 60.0)  # whatever ends it otherwise
+    return made
+
+
+def like_a_plain_loop(made: Job, result: RunResult, events: list[Event]) -> None:
+    """To the bit, and each step was told of once, with its own numbers."""
+    model, losses = reference.train(made, STEPS)
+    assert result.digest == named_digest(model)
+    told = [event for event in events if isinstance(event, StepCommitted)]
+    assert [event.step for event in told] == list(range(1, STEPS + 1))
+    assert [event.loss for event in told] == pytest.approx(losses, rel=1e-5)
+    assert sum(share.samples for share in result.shares) == sum(event.samples for event in told)
+
+
+@pytest.mark.parametrize("make", [jobs.mlp_adamw, jobs.cnn_sgd, jobs.accumulated, jobs.fp16, jobs.metrics])
+async def test_steps_in_a_row_are_each_what_it_is_by_itself(make: Callable[[], Job], rows: list[int]) -> None:
+    events: list[Event] = []
+    made = short(make)
+    like_a_plain_loop(made, await trained(made, events=events), events)
+    assert max(rows) > 8
+
+
+async def test_a_row_of_steps_ends_where_an_evaluation_begins(rows: list[int]) -> None:
+    """Which sees the parameters of its step."""
+
+    def size(model: nn.Module) -> dict[str, float]:
+        return {"size": sum(float(parameter.detach().double().sum()) for parameter in model.parameters())}
+
+    events: list[Event] = []
+    made = short(jobs.mlp_adamw, evaluate=size, evaluate_every=7, stop_when=lambda evaluations: False)
+    result = await trained(made, events=events)
+    like_a_plain_loop(made, result, events)
+    evaluated = [event for event in events if isinstance(event, Evaluated)]
+    assert len(evaluated) >= STEPS // 7
+    for event in evaluated:
+        assert event.metrics == size(reference.train(made, event.step)[0])
+    assert 1 < max(rows) <= 7
+
+
+async def test_a_row_of_steps_ends_where_the_run_is_stopped(rows: list[int], tmp_path: Path) -> None:
+    made, seen = short(jobs.mlp_adamw), Commits()
+    async with Coordinator(made, run_dir=tmp_path, config=settings(pacing=SHORT), bus=seen.bus) as coordinator:
+        seen.bus.subscribe(lambda event: coordinator.request_stop() if getattr(event, "step", 0) == 47 else None)
+        worker = asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run())
+        assert (await coordinator.wait()).step == 47
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+    assert max(rows) > 8
+    assert (await trained(made, run_dir=tmp_path)).digest == named_digest(reference.train(made, STEPS)[0])
+
+
+class FailsOnce(torch.optim.SGD):
+    left = 47
+
+    def step(self, closure: Any = None) -> Any:
+        FailsOnce.left -= 1
+        if not FailsOnce.left:
+            raise RuntimeError("the update broke")
+        return super().step(closure)
+
+
+async def test_an_update_that_fails_in_a_row_of_steps_names_its_own(rows: list[int]) -> None:
+    FailsOnce.left, events = 47, list[Event]()
+    made = short(jobs.mlp_sgd, optimizer=lambda model: FailsOnce(model.parameters(), lr=0.1))
+    with pytest.raises(UpdateFailed, match="the update broke") as raised:
+        await trained(replace(made, max_steps=500), events=events)
+    assert raised.value.step == 46
+    assert max(event.step for event in events if isinstance(event, StepCommitted)) == 46
+
+
+@pytest.mark.parametrize("gives_up", [False, True], ids=["tries again", "for good"])
+async def test_workers_go_on_where_a_row_of_steps_ends(
+    gives_up: bool, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the parameters of its last step, of which they have been told nothing."""
+    compute, calls = InPlace._compute_alone, 0
+
+    def fails(self: InPlace, plan: StepPlan, *given: Any) -> Any:
+        nonlocal calls
+        calls += self._by is not None
+        if self._by is not None and calls % 11 == 0:
+            self._over = self._over or gives_up
+            if not gives_up:
+                self._by, self._settles = None, 3  # as where steps are slower here
+            return None
+        return compute(self, plan, *given)
+
+    monkeypatch.setattr(InPlace, "_compute_alone", fails)
+    monkeypatch.setattr(in_place, "_PROOFS", 1)
+    events: list[Event] = []
+    made = short(jobs.mlp_adamw)
+    result = await trained(made, events=events, workers=2)
+    like_a_plain_loop(made, result, events)
+    assert 0 < sum(rows) <= 10 if gives_up else sum(rows) > 10
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):

@@ -7,6 +7,7 @@ block, one behind the other; ``unpack`` cuts them again. Nothing here knows leas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -145,7 +146,6 @@ def leaves_of(
     structure: bytes, tensors: Sequence[Tensor], samples: Sequence[int], packed: bool
 ) -> Iterator[tuple[int, Any]]:
     """(samples, batch) of each leaf, in order. ``packed``: each tensor's rows of all leaves; else leaf after leaf."""
-    tree = _parse(structure)
     if packed:
         total = sum(samples)
         if any(tensor.dim() == 0 or tensor.shape[0] != total for tensor in tensors):
@@ -158,11 +158,13 @@ def leaves_of(
             pieces = [[tensor.detach() for tensor in tensors]]  # a step may ask for gradients of what it is given
         else:
             pieces = zip(*[torch.split_with_sizes(tensor, sizes) for tensor in tensors], strict=True)
-        plain = _plain(tree, len(tensors))
+        plain = _is_plain(structure, len(tensors))
+        tree = None if plain else _parse(structure)
         for count, piece in zip(samples, pieces, strict=True):
             aligned = tuple([_aligned(tensor) for tensor in piece])
             yield count, aligned if plain else _fill(tree, aligned)
         return
+    tree = _parse(structure)
     if type(tree) is list and len(tree) == 2 and tree[0] == _EACH:
         trees = tree[1]
         if type(trees) is not list or len(trees) != len(samples):
@@ -228,9 +230,10 @@ def _num_tensors(tree: Any, depth: int = 0) -> int:
     return sum(_num_tensors(item, depth + 1) for item in items)
 
 
-def _plain(tree: Any, num_tensors: int) -> bool:
+@lru_cache(maxsize=8)  # a dataset's is the same in every block
+def _is_plain(structure: bytes, num_tensors: int) -> bool:
     """Whether a batch is just a tuple of its tensors, as most are."""
-    return bool(tree == ["u", [["t"]] * num_tensors])
+    return bool(_parse(structure) == ["u", [["t"]] * num_tensors])
 
 
 def rows(batch: Any, samples: int, start: int, stop: int) -> Any:

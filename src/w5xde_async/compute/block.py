@@ -208,7 +208,9 @@ class Block:
 
     def reported(self) -> tuple[tuple[str, ...], list[Tensor | float]]:
         """Names, and for each leaf a value of each: its mean over the samples that have it, NaN where none has."""
-        names = tuple(dict.fromkeys(name for leaf in self.metrics for name in leaf))
+        names = tuple(dict.fromkeys([name for leaf in self.metrics for name in leaf]))
+        if not names:
+            return names, []
         values: list[Tensor | float] = []
         for leaf, samples in zip(self.metrics, self.task.samples, strict=True):
             for name in names:

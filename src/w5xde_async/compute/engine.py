@@ -279,7 +279,8 @@ class Engine:
 
     def refresh(self, buckets: Iterable[int]) -> None:
         """``live`` has new values in these buckets."""
-        self._buffers.refresh(entry for number in buckets for entry in self.layout.buckets[number].entries)
+        if self._buffers.entries:
+            self._buffers.refresh(entry for number in buckets for entry in self.layout.buckets[number].entries)
 
     def compile_step(self) -> None:
         """Let ``torch.compile`` try to make the step faster, from the next block on."""
@@ -385,8 +386,8 @@ class Engine:
             losses=losses,
             metric_names=metric_names,
             metrics=metrics,
-            untouched=tuple(index for index in self.layout.trainable if index not in block.touched),
-            absent=tuple(bucket.index for bucket in self.layout.result_buckets if bucket.index not in block.emitted),
+            untouched=tuple([index for index in self.layout.trainable if index not in block.touched]),
+            absent=tuple([bucket.index for bucket in self.layout.result_buckets if bucket.index not in block.emitted]),
             splits=splits,
             compute_s=self.clock() - began,
             vectors=(*block.spent, block.host_vector),

@@ -396,6 +396,19 @@ class Loader:
         structure = joined([read.structure for read in reads])
         return Batch(structure, False, samples, [tensor for read in reads for tensor in read.tensors])
 
+    def gathered(self, plan: StepPlan) -> Batch | None:
+        """A whole step's batch where it can be gathered on the loop; else None. Of a step that is not open it is kept
+        for nobody else."""
+        block = Block(0, plan.num_leaves)
+        if plan.num_leaves > min(self._inline_leaves, self._chunk_leaves) or len(self.bad):
+            return None
+        if plan.step in self._opened:
+            return self.batch(plan.step, block)
+        read = self._ahead.pop((plan.step, 0), None)
+        if not isinstance(read, Read):
+            read = self._gathered(plan, plan.num_leaves, plan.indices)
+        return Batch(read.structure, True, plan.leaf_sizes(*block), list(read.tensors))
+
     def awaits(self, step: int, block: Block) -> bool:
         """Whether a block that was asked for is still being read."""
         return (step, block) in self._missing
@@ -480,7 +493,7 @@ class Loader:
             else:
                 asyncio.get_running_loop().call_soon(self._take_in, [(wanted, read)])
         elif chunk.num_leaves <= self._inline_leaves:
-            self._keep(chunk, self._gathered(plan, chunk, indices))
+            self._keep(chunk, self._gathered(plan, chunk.num_leaves, indices))
         elif self._turns_before and self.can_take_turns:
             self._turn.append(wanted)
             if len(self._turn) == 1:  # with whatever else is asked for now
@@ -588,12 +601,12 @@ class Loader:
         self._held_leaves += chunk.num_leaves
         self._learn(read, chunk.num_leaves)
 
-    def _gathered(self, plan: StepPlan, chunk: _Chunk, indices: NDArray[np.int64]) -> Read:
-        """Rows of a chunk. Where that is a whole small step, those of the next steps of its epoch as well, in one go:
-        to gather a few rows takes as long as a hundred."""
+    def _gathered(self, plan: StepPlan, leaves: int, indices: NDArray[np.int64]) -> Read:
+        """Rows of a chunk of so many leaves. Where that is a whole small step, those of the next steps of its epoch as
+        well, in one go: to gather a few rows takes as long as a hundred."""
         together, steps = [indices], self._sampler
-        nbytes = max(self._leaf_bytes, 1) * chunk.num_leaves
-        if chunk.num_leaves == plan.num_leaves and self._leaf_bytes and type(steps) is Sampler and not len(self.bad):
+        nbytes = max(self._leaf_bytes, 1) * leaves
+        if leaves == plan.num_leaves and self._leaf_bytes and type(steps) is Sampler and not len(self.bad):
             for step in range(plan.step + 1, plan.step + min(_STEPS_AHEAD, _AHEAD_BYTES // nbytes)):
                 if steps.epoch_of(step) != plan.epoch or (following := steps.plan(step)).num_samples != len(indices):
                     break

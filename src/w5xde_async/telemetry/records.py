@@ -38,8 +38,12 @@ def to_record(event: Event, *, omit: Collection[str] = ()) -> dict[str, object]:
 
 def plain_fields(event: Event, *, omit: Collection[str] = ()) -> dict[str, object]:
     """The event's fields, less ``omit``, as plain JSON values."""
-    names = [entry.name for entry in fields(event) if entry.name not in omit]
-    return {name: plain_value(getattr(event, name)) for name in names}
+    return {name: plain_value(getattr(event, name)) for name in _names(type(event)) if name not in omit}
+
+
+@cache
+def _names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple([entry.name for entry in fields(kind)])
 
 
 def read_records(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
@@ -59,7 +63,10 @@ def read_records(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[
 
 def to_line(record: Mapping[str, object]) -> str:
     """One line of JSON with its line end."""
-    return json.dumps(record, allow_nan=False, default=str) + "\n"
+    return _ENCODER.encode(record) + "\n"
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, default=str)  # ``json.dumps`` would make one for each line
 
 
 def number(value: object) -> float:
@@ -72,6 +79,8 @@ def number(value: object) -> float:
 
 def plain_value(value: object) -> object:
     """``value`` as JSON has it."""
+    if type(value) is int:
+        return value
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(float(value))
     if isinstance(value, Mapping):

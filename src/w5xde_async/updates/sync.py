@@ -41,6 +41,10 @@ from w5xde_async.users_code import users_code
 _STEADY_STEPS = 64
 _MOST_TOLD = 64  # things in a container that are looked at
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+_ELEMENTWISE = (
+    *_FUSED, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.Rprop,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +188,11 @@ class SyncRule:
         return self._own_code
 
     @property
+    def is_elementwise(self) -> bool:
+        """Whether each value's update is of that value alone, and so has the same bits with any number of threads."""
+        return type(self.optimizer) in _ELEMENTWISE and not self._own_code
+
+    @property
     def fused_form(self) -> str:
         """How the optimizer is written to make a step in one pass over memory; "" where that is not open to choice.
 
@@ -222,9 +231,12 @@ class SyncRule:
         for index, parameter in self._parameters:
             gradient = gradients.gradients[index]
             assert gradient is not None
-            # Torch's own keep no gradient, whose memory is used again; others may.
-            kept = self._is_foreign
-            parameter.grad = None if index in untouched else gradient.to(parameter.dtype, copy=kept)
+            if index in untouched:
+                parameter.grad = None
+            elif self._is_foreign:  # torch's own keep no gradient, whose memory is used again; others may
+                parameter.grad = gradient.to(parameter.dtype, copy=True)
+            else:
+                parameter.grad = gradient if parameter.dtype is torch.float32 else gradient.to(parameter.dtype)
         norm = self._norm(gradients, squares)
         finite = math.isfinite(norm) and self._fits()
         if self.scale is not None:

@@ -8,18 +8,20 @@ between two commits, never inside one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from w5xde_async.compute.block import ComputedBlock
 from w5xde_async.coordinator.parameters.owner import ParameterOwner
 from w5xde_async.coordinator.parameters.publisher import Piece, Publisher
 from w5xde_async.coordinator.parameters.step_reports import known_mean
 from w5xde_async.coordinator.training import RunContext
+from w5xde_async.errors import UpdateFailed
 from w5xde_async.hub.work.block_store import Addition, BlockStore
 from w5xde_async.openmp import release_helpers
 from w5xde_async.params.flat import ResultVector, l2_norm
@@ -38,6 +40,7 @@ _INLINE_ADD_BYTES = 4 << 20
 #: So are updates of vectors of at most this size, as long as the last one took less than ``_INLINE_UPDATE_S``.
 _INLINE_UPDATE_BYTES = 4 << 20
 _INLINE_UPDATE_S = 0.002
+_ONE_THREAD_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -69,8 +72,8 @@ class StepState:
         """Each over the leaves that have it."""
         return {name: known_mean(zip(self.samples, values, strict=True))[0] for name, values in self.metrics.items()}
 
-    def note(self, block: Block, done: Done) -> None:
-        """A block is finished: keep what its DONE says."""
+    def note(self, block: Block, done: Done | ComputedBlock) -> None:
+        """A block is finished: keep what its DONE says, or what has computed it here."""
         self.losses[block.start : block.stop] = done.losses
         for index, name in enumerate(done.metric_names):
             values = self.metrics.setdefault(name, [float("nan")] * self.plan.num_leaves)
@@ -105,10 +108,11 @@ class Aggregator(ParameterOwner):
         self._is_gradient = [groups[bucket.group].role == "grad" for bucket in self.layout.result_buckets]
         self._beside = beside
         self._update_s = math.inf  # what the last update took
-        # Small updates are made with as many threads here and there: an optimizer that multiplies matrices has other
-        # last bits with another count.
         self._small = self.layout.vector_bytes <= _INLINE_UPDATE_BYTES and rule.on_device is None
-        self._loop_threads = torch.get_num_threads()
+        # Small updates are made with as many threads here and there: an optimizer that multiplies matrices has other
+        # last bits with another count. Of few values a second thread takes longer to wake than it saves.
+        alone = rule.is_elementwise and self.layout.vector_bytes <= _ONE_THREAD_BYTES
+        self._threads = 1 if alone else torch.get_num_threads()
 
     @property
     def is_quick(self) -> bool:
@@ -178,25 +182,15 @@ class Aggregator(ParameterOwner):
             if halves is not None:
                 scale = self.rule.loss_scale**2  # what the workers multiplied with; the update may change it
                 step.halves = Halves(*(square / scale for square in halves))
-            failpoint("apply.before")
-            with users_code():  # the optimizer and the scheduler
-                applied = self.rule.apply(
-                    root, present, step.plan.num_samples, step.untouched or set(), step=step.plan.step, sums=sums,
-                    rate_factor=step.rate_factor,
-                )  # fmt: skip
-            failpoint("apply.after")
+            applied = self._apply(step, root, present, sums)
             apply_s = self._clock() - began
             pieces = self._publisher.advance(applied.changed)
             encode_s = self._clock() - began - apply_s
             return applied, pieces
 
         def apply_small() -> tuple[Applied, list[Piece]]:
-            threads = torch.get_num_threads()
-            torch.set_num_threads(self._loop_threads)
-            try:
+            with self._own_threads():
                 return apply()
-            finally:
-                torch.set_num_threads(threads)
 
         def apply_beside() -> tuple[Applied, list[Piece]]:
             try:
@@ -209,19 +203,59 @@ class Aggregator(ParameterOwner):
             if self._small and self._update_s < _INLINE_UPDATE_S and self._idle:
                 # Whoever draws just now is waited for in the thread.
                 with Claim() if self.rule.may_draw else nullcontext(True) as mine:
-                    made = apply() if mine else None
+                    made = apply_small() if mine else None
             if made is None:
                 away = apply_beside if self._beside else apply
                 made = await self.submit(apply_small if self._small else away)
             applied, pieces = made
         except Exception as error:
-            self.torn = not isinstance(error, SchedulerFailed)
-            raise await self._failed(step.plan.step, error) from error
+            raise await self._broke(step, error) from error
         self._update_s = apply_s + encode_s
         self._store.clear()
         self.step = None
         seconds = {"wait": max(0.0, waited), "reduce": step.reduce_s, "apply": apply_s, "publish": encode_s}
         return Committed(step, applied, pieces, seconds)
+
+    async def commit_own(self, step: StepState, computed: ComputedBlock) -> Applied:
+        """Apply a step that was computed here as one block, in whose own memory it is divided. It waits for nothing and
+        nobody: to be called where ``is_quick``, and no code of somebody's own may draw. Raises as ``commit``."""
+        began, absent = self._clock(), computed.absent
+        present = [bucket not in absent for bucket in range(len(self._is_gradient))]
+        try:
+            with self._own_threads():
+                applied = self._apply(step, computed.vectors[-1], present)
+        except Exception as error:
+            raise await self._broke(step, error) from error
+        self._update_s = self._clock() - began
+        self.step = None
+        return applied
+
+    @contextmanager
+    def _own_threads(self) -> Iterator[None]:
+        """A small update is made with so many threads."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+    def _apply(
+        self, step: StepState, root: ResultVector, present: Sequence[bool], sums: Sequence[Tensor] | None = None
+    ) -> Applied:
+        failpoint("apply.before")
+        with users_code():  # the optimizer and the scheduler
+            applied = self.rule.apply(
+                root, present, step.plan.num_samples, step.untouched or set(), step=step.plan.step, sums=sums,
+                rate_factor=step.rate_factor,
+            )  # fmt: skip
+        failpoint("apply.after")
+        return applied
+
+    async def _broke(self, step: StepState, error: Exception) -> UpdateFailed:
+        """What is raised for an update that raised ``error``."""
+        self.torn = not isinstance(error, SchedulerFailed)
+        return await self._failed(step.plan.step, error)
 
     def _add(self, additions: Sequence[Addition]) -> None:
         began = self._clock()

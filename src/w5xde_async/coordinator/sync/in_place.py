@@ -313,6 +313,12 @@ class InPlace:
         self._batch = self._loader.batch(plan.step, Block(0, plan.num_leaves))
         return self._batch is not None
 
+    def gathers(self, plan: StepPlan) -> bool:
+        """Whether the step's data could be gathered at once, for ``compute``, and is kept for nobody else."""
+        if (batch := self._loader.gathered(plan)) is not None:
+            self._batch = batch
+        return batch is not None
+
     def compute(self, plan: StepPlan) -> ComputedBlock | None:
         """The whole step. None where it is to be computed by workers after all. ``lend`` follows."""
         assert self._kind is not None

@@ -523,7 +523,7 @@ class Results:
                 self._store.lay(SlotKey(block, bucket), result.buckets[bucket], supplier)
             self._store.count(block, bucket, present=present)
         self._store.close(block)
-        self._finish_own(state, grant, _done(grant, computed))
+        self._finish_own(state, grant, computed)
         run.history.contributions.short_steps += 1
         run.history.contributions.add_own(leaves, state.plan.num_samples, seconds)
 
@@ -560,12 +560,12 @@ class Results:
         for bucket in own:
             store.count(block, bucket, present=bucket in present)
         self._scheduler.observe(grant, computed.compute_s, self._context.run.clock())
-        overtaken = self._finish_own(state, grant, _done(grant, computed))
+        overtaken = self._finish_own(state, grant, computed)
         samples = state.plan.samples_in(*block)
         self._context.run.history.contributions.add_own(block.num_leaves, samples, seconds)
         return overtaken
 
-    def _finish_own(self, step: StepState, grant: BlockGrant, done: Done) -> BlockGrant | None:
+    def _finish_own(self, step: StepState, grant: BlockGrant, done: Done | ComputedBlock) -> BlockGrant | None:
         overtaken = self._ledger.finish(grant.lease)
         self._loader.finished(grant.step, grant.block)
         step.note(grant.block, done)
@@ -576,12 +576,6 @@ class Results:
         """End the run over a leaf."""
         plan = self._context.steps.plan(failed_work.step)
         self._phase.blame(failed_work, plan, failed_work.leaf, traceback)
-
-
-def _done(grant: BlockGrant, computed: ComputedBlock) -> Done:
-    """What a worker would say of it."""
-    names, metrics = computed.metric_names, computed.metrics
-    return Done(grant.lease, computed.losses, names, metrics, computed.untouched, (), 0, 0.0, 0.0)
 
 
 @torch.no_grad()

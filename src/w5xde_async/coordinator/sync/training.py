@@ -56,7 +56,7 @@ from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, Unre
 
 _WATCHED_STEPS = range(2, 22)  #: of a phase; the first one waits for workers, and the optimizer makes its state
 _SLOW_UPDATE = 0.25  #: of a step's time, from which on a faster form of the optimizer is named
-_MOST_A_TURN, _TURN_S = 8, 0.002  # steps that are computed here before anything else has a turn
+_MOST_A_TURN, _TURN_S = 8, 0.004  # steps that are computed here before anything else has a turn
 _HERE = 2.0  # times ``whole_step_s``: what a leaf may take that is computed here beside other workers
 _MOST_SHARED_S = 0.03  # of work a step: leases of one that has more are worth their way to a worker
 _MOST_UNSENT = 16  # leases of an earlier link that a worker may ask for again
@@ -120,6 +120,7 @@ class SyncTraining:
             deltas = DeltaPublisher(layout, state, down, version=first_step, wake=lambda: catch_up.begin())
             if recomputation is not None:  # an honest worker is not to be judged by what it was never told
                 recomputation.state = deltas.published
+        self._encodes = deltas is not None  # each version, from the one before
         self.publisher: Publisher = deltas or LivePublisher(layout, state, rule, first_step)
         keep = None if journal is None else journal.pool
         beside = in_place is not None and in_place.possible
@@ -182,6 +183,9 @@ class SyncTraining:
                     self.lifecycle.wake.clear()
                     await self.lifecycle.wake.wait()
                     self._data_s += self.context.clock() - began
+                continue
+            if here is not None and await self._make_several(here):
+                await asyncio.sleep(0)  # whatever else there is to do
                 continue
             if here is not None and self._compute_here(here):
                 self._turn_steps += 1
@@ -336,6 +340,66 @@ class SyncTraining:
         self.results.count_whole(computed, seconds)
         in_place.lend(computed)
         return True
+
+    async def _make_several(self, here: InPlace) -> bool:
+        """Make steps here, one after the other, for as long as a turn of the event loop may last, where nothing of them
+        has to be waited for. Nobody is told of what lies between them, and nothing is kept of it for workers. False
+        where not even one was made: the step under way is made as others are.
+        """
+        first, changed, context = self.version, set[int](), self.context
+        ends = context.clock() + _TURN_S
+        try:
+            while context.clock() < ends and (applied := await self._make_here(here)) is not None:
+                changed.update(applied.changed)
+        finally:
+            for step in range(first, self.version):
+                if step in self.ledger.open_steps:
+                    self.ledger.close(step)
+                    context.loader.close_step(step)
+        if self.version == first:
+            return False
+        failpoint("publish.before")
+        self._open_steps()
+        self._receive()
+        self._publish(self.publisher.advance(sorted(changed)))
+        failpoint("publish.after")
+        return True
+
+    async def _make_here(self, here: InPlace) -> Applied | None:
+        """Make the current step. None where it is not one that ``_make_several`` makes, or the turn is over."""
+        clock, aggregator, awaited = self.context.clock, self.aggregator, self.context.hooks.awaited()
+        if not aggregator.is_quick or self.rule.may_draw or here.stands_for is None:
+            return None
+        if self._encodes or self.growing is not None or not (awaited is None or awaited.done()):
+            return None
+        if self.lifecycle.ends or self.version >= self.total_steps:
+            return None
+        if self.version in self.ledger.open_steps:
+            if self._for_here is None:
+                return None
+        elif not self._ordering.ready(self.version, self.total_steps):
+            return None
+        began, plan = clock(), self.sampler.plan(self.version)
+        if not here.gathers(plan):
+            return None
+        gathered = clock()
+        computed = here.compute(plan)
+        if computed is None:
+            return None
+        done = clock()
+        step = StepState(plan, [0.0] * plan.num_leaves, began)
+        step.note(Block(0, plan.num_leaves), computed)
+        applied = await aggregator.commit_own(step, computed)
+        here.release(computed)
+        self.version += 1
+        self.phase.used(leaves=plan.num_leaves)
+        contributions = self.context.history.contributions
+        contributions.short_steps += 1
+        contributions.add_own(plan.num_leaves, plan.num_samples, done - gathered)
+        data_s, self._data_s = self._data_s + gathered - began, 0.0
+        phases_s = {"wait": 0.0, "reduce": 0.0, "apply": clock() - done, "publish": 0.0}
+        self._note(step, applied, phases_s | {"data": data_s, "compute": done - gathered})
+        return applied
 
     def _has_lease_here(self) -> bool:
         """Whether a lease of the current step is to be computed here."""
