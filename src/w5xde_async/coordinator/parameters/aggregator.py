@@ -8,10 +8,10 @@ between two commits, never inside one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from w5xde_async.store.failpoints import failpoint
 from w5xde_async.updates.sync import Applied, SchedulerFailed, SyncRule
 from w5xde_async.users_code import users_code
 from w5xde_async.wire.messages import Done
+
+_T = TypeVar("_T")
 
 #: Additions of at most this much are done on the loop: they take about as long as the way to a thread and back, and a
 #: bucket is added while it is still in the cache.
@@ -189,8 +191,7 @@ class Aggregator(ParameterOwner):
             return applied, pieces
 
         def apply_small() -> tuple[Applied, list[Piece]]:
-            with self._own_threads():
-                return apply()
+            return self._with_own_threads(apply)
 
         def apply_beside() -> tuple[Applied, list[Piece]]:
             try:
@@ -222,21 +223,19 @@ class Aggregator(ParameterOwner):
         began, absent = self._clock(), computed.absent
         present = [bucket not in absent for bucket in range(len(self._is_gradient))]
         try:
-            with self._own_threads():
-                applied = self._apply(step, computed.vectors[-1], present)
+            applied = self._with_own_threads(lambda: self._apply(step, computed.vectors[-1], present))
         except Exception as error:
             raise await self._broke(step, error) from error
         self._update_s = self._clock() - began
         self.step = None
         return applied
 
-    @contextmanager
-    def _own_threads(self) -> Iterator[None]:
-        """A small update is made with so many threads."""
+    def _with_own_threads(self, apply: Callable[[], _T]) -> _T:
+        """A small update is made with as many threads wherever it is made."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
-            yield
+            return apply()
         finally:
             torch.set_num_threads(threads)
 
