@@ -20,7 +20,7 @@ from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.job import Job
 from w5xde_async.telemetry.events import Evaluated, Event
-from w5xde_async.telemetry.recorder import is_finished
+from w5xde_async.telemetry.recorder import recorded
 from w5xde_async.telemetry.records import to_line
 from w5xde_async.worker.executors.executor import Computed, HeldLease, Send
 from w5xde_async.worker.executors.in_place import InPlaceExecutor
@@ -198,5 +198,14 @@ def test_a_run_that_was_finished_has_decided(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(to_line({"event": e, "step": s, "outcome": o}) for e, s, o in records))
-    assert is_finished(path, 6) is finished
-    assert not is_finished(tmp_path / "none", 6)
+    assert recorded(path, 6).finished is finished
+    assert recorded(tmp_path / "none", 6) == (0, False, None)
+
+
+def test_of_a_recorded_step_the_loss_is_known_where_it_is_finite(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    losses = [(5, 0.75), (6, 0.5), (6, 0.25), (7, "nan")]
+    path.write_text("".join(to_line({"event": "step_committed", "step": s, "loss": loss}) for s, loss in losses))
+    assert [recorded(path, step) for step in (5, 6, 7, 8)] == [
+        (7, False, 0.75), (7, False, 0.25), (7, False, None), (7, False, None),
+    ]  # fmt: skip

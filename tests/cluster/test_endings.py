@@ -70,7 +70,8 @@ async def test_a_finished_run_without_its_model_has_failed_and_the_next_start_wr
     assert [(event.outcome, event.model_path) for event in ends] == [("finished", "")]
     async with Coordinator(jobs.mlp_sgd(), run_dir=tmp_path / "run", config=settings()) as coordinator:
         again = await coordinator.wait()
-    assert (again.outcome, again.digest) == ("finished", ends[0].digest)
+    assert (again.outcome, again.digest, again.loss) == ("finished", ends[0].digest, ends[0].loss)
+    assert again.loss is not None
     assert again.model_path == tmp_path / "run" / "model.safetensors"
     assert again.model_path.is_file()
 

@@ -281,6 +281,12 @@ def test_mistakes_in_the_toml_file(tmp_path: Path, text: str, parts: tuple[str, 
     assert "hush" not in complained
 
 
+def test_a_toml_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+    file = tmp_path / "w5xde.toml"
+    file.write_text("[coordinator]\nport = 7\n", encoding="utf-8-sig")
+    assert coordinator("j.py:j", "--config", str(file)).values["port"] == 7
+
+
 def test_a_worker_needs_a_server() -> None:
     assert "--server is missing" in complaint(program=WorkerSettings)
 

@@ -65,7 +65,8 @@ _MANY_ROWS_BYTES = 1 << 20
 #: After so long a start says what it does: whoever waits cannot tell a large model from a disk that hangs.
 _SLOW_START_S = 30.0
 _SLOW_START = (
-    "the run has been in preparation for {seconds:.0f} s: its model is built, and what the run directory holds is read"
+    "the run has been in preparation for {seconds:.0f} s: its model is built, the order of its samples is computed, "
+    "and what the run directory holds is read"
 )
 _LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 

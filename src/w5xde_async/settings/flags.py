@@ -330,7 +330,7 @@ def _table(program: type[Program], path: Path) -> dict[str, Any]:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise UsageError(f"--config {path} is larger than {_MOST_BYTES >> 20} MiB; give a file of settings")
-        document = tomllib.loads(content.decode())
+        document = tomllib.loads(content.decode("utf-8-sig"))  # Notepad begins a file with a mark
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -21,12 +22,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 from w5xde_async.errors import StoreError
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.filesystem import Filesystem, is_at, regular
 from w5xde_async.telemetry.events import Event
-from w5xde_async.telemetry.records import SECRETS, read_records, to_line, to_record
+from w5xde_async.telemetry.records import SECRETS, number, read_records, to_line, to_record
 
 logger = logging.getLogger(__name__)
 
@@ -179,24 +181,28 @@ class Recorder:
             logger.warning("metrics not recorded path=%s reason=%s (the run goes on)", self._path, reason)
 
 
-def last_step(path: Path) -> int:
-    """The last step that a file of records has, 0 where it has none. Blocking; never raises for the disk's sake."""
-    step = 0
-    with suppress(OSError):
-        for record in read_records(path, last_bytes=_TAIL_BYTES):
-            if record.get("event") == "step_committed" and isinstance(record.get("step"), int):
-                step = max(step, record["step"])
-    return step
+class Recorded(NamedTuple):
+    """What a file of records says of a run: the last step that it has, and of some step whether the run has finished
+    after it, and its loss, where that is known and finite."""
+
+    last_step: int
+    finished: bool
+    loss: float | None
 
 
-def is_finished(path: Path, step: int) -> bool:
-    """Whether a run of such records has finished after ``step``. As ``last_step`` reads."""
-    found = False
+def recorded(path: Path, step: int) -> Recorded:
+    """Of a file and a step of its last megabyte. Blocking; never raises for the disk's sake."""
+    last, finished, loss = 0, False, None
     with suppress(OSError):
         for record in read_records(path, last_bytes=_TAIL_BYTES):
-            if record.get("event") == "run_finished" and record.get("step") == step:
-                found = record.get("outcome") == "finished"
-    return found
+            event, at = record.get("event"), record.get("step")
+            if event == "step_committed" and isinstance(at, int):
+                last = max(last, at)
+                if at == step:
+                    loss = number(record.get("loss"))
+            elif event == "run_finished" and at == step:
+                finished = record.get("outcome") == "finished"
+    return Recorded(last, finished, loss if loss is not None and math.isfinite(loss) else None)
 
 
 def _drop_redone(filesystem: Filesystem, path: Path, resumed_step: int) -> None:

@@ -38,7 +38,7 @@ from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.journal import Journal, Position, Replay
 from w5xde_async.store.rundir import RunDir
 from w5xde_async.store.state import JSON, pack_state, unpack_state
-from w5xde_async.telemetry.recorder import is_finished, last_step
+from w5xde_async.telemetry.recorder import recorded
 from w5xde_async.telemetry.records import number
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule
@@ -93,8 +93,9 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
             notes.extend(_forgotten(strategy))
     journalled = config.durability == "journal"
     total_steps = spec.total_steps if spec.growing is None else spec.growing.total_steps
-    told, first = last_step(directory.metrics_path), point.step
-    point = replace(point, finished=is_finished(directory.metrics_path, first))
+    first = point.step
+    told, finished, loss = recorded(directory.metrics_path, first)
+    point = replace(point, finished=finished, loss=loss if point.loss is None else point.loss)
     if told > first and journalled and replay is not None:
         notes.append(f"the journal ends with step {first}, though step {told} had been committed")
     elif told > first:
