@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.attacks import ATTACKS, FalseWorker, Found, digits, run
+from tests.support.attacks import ATTACKS, SLIGHT, FalseWorker, Found, digits, run
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 from tests.support.jobs import mlp_sgd
 
@@ -54,6 +54,23 @@ async def test_a_liar_is_found_and_does_no_harm(name: str, clean: Found):
         assert found.found_at == found.lied_in[-1], found  # in the step of its lie, however early others had leases
         assert len(set(found.lied_in)) <= 2, found  # one may have come too late for its step
         assert found.digest == clean.digest
+
+
+async def test_a_small_lie_is_within_what_unlike_machines_may_differ_by_and_is_told_of(clean: Found):
+    found = await run(SLIGHT, steps=STEPS, workers=3, begins=2, audit_fraction=1.0)
+    assert found.finished
+    assert found.digest != clean.digest
+    assert found.found_at == -1
+    assert found.false_alarms == 0
+    (told,) = [text for text in found.told if "--audit-tolerance" in text]
+    assert told.startswith("worker 'bad' computes something else than 'honest-")
+    assert "relative L2 distance 0.005," in told
+
+
+async def test_with_a_lower_tolerance_a_small_lie_is_proven(clean: Found):
+    found = await run(SLIGHT, steps=STEPS, workers=3, begins=2, audit_fraction=1.0, audit_tolerance=1e-3)
+    assert 2 <= found.found_at
+    assert found.false_alarms == 0
 
 
 @pytest.mark.timeout(60)

@@ -24,11 +24,11 @@ from w5xde_async.coordinator.training import NonFinite
 from w5xde_async.errors import RefusalCode, Refused
 from w5xde_async.job import Job
 from w5xde_async.params.flat import ResultVector
-from w5xde_async.telemetry.events import Audited, Bus, Event, ResultHeld, StepCommitted, WorkerQuarantined
+from w5xde_async.telemetry.events import Audited, Bus, Event, ResultHeld, StepCommitted, Warned, WorkerQuarantined
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Worker
 
-__all__ = ["ATTACKS", "Attack", "FalseWorker", "Found", "accuracy", "digits", "run"]
+__all__ = ["ATTACKS", "SLIGHT", "Attack", "FalseWorker", "Found", "accuracy", "digits", "run"]
 
 Attack = Callable[[Tensor, Task, dict[str, Any]], None]
 """Changes the gradients of a block in place. The dictionary is the attacker's memory."""
@@ -44,6 +44,10 @@ def _inf(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
 
 def _million(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
     gradients.mul_(1e6)
+
+
+def _slightly(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
+    gradients.mul_(1.005)
 
 
 def _zeros(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
@@ -89,6 +93,10 @@ ATTACKS: Mapping[str, Attack] = {
     "nan": _nan, "inf": _inf, "x1e6": _million, "zeros": _zeros, "sign flip": _sign, "noise": _noise,
     "stale replay": _replay, "a little is enough": _little,
 }  # fmt: skip
+
+
+SLIGHT: Attack = _slightly
+"""Less than honest workers on unlike machines may differ."""
 
 
 class FalseWorker(Worker):
@@ -161,6 +169,7 @@ class Found:
     false_alarms: int = 0
     held: int = 0
     audits: int = 0
+    told: tuple[str, ...] = ()  # warnings
     seconds: float = 0.0
 
 
@@ -180,6 +189,8 @@ async def run(attack: Attack | None, *, steps: int, workers: int = 5, begins: in
             found.held += 1
         elif isinstance(event, Audited):
             found.audits += 1
+        elif isinstance(event, Warned):
+            found.told += (event.text,)
 
     bus.subscribe(see)
     settings = CoordinatorConfig(port=0, min_workers=workers, max_time_s=120.0, **config)

@@ -346,11 +346,17 @@ class SyncTraining:
         has to be waited for. Nobody is told of what lies between them, and nothing is kept of it for workers. False
         where not even one was made: the step under way is made as others are.
         """
+        if self._encodes or self.growing is not None:  # every step is sent, or looked at
+            return False
         first, changed, context = self.version, set[int](), self.context
-        ends = context.clock() + _TURN_S
+        now = context.clock()
+        ends = now + _TURN_S
         try:
-            while context.clock() < ends and (applied := await self._make_here(here)) is not None:
+            while (applied := await self._make_here(here)) is not None:
                 changed.update(applied.changed)
+                began, now = now, context.clock()
+                if now + (now - began) > ends:  # the next one would end later
+                    break
         finally:
             for step in range(first, self.version):
                 if step in self.ledger.open_steps:
@@ -370,9 +376,7 @@ class SyncTraining:
         clock, aggregator, awaited = self.context.clock, self.aggregator, self.context.hooks.awaited()
         if not aggregator.is_quick or self.rule.may_draw or here.stands_for is None:
             return None
-        if self._encodes or self.growing is not None or not (awaited is None or awaited.done()):
-            return None
-        if self.lifecycle.ends or self.version >= self.total_steps:
+        if self.lifecycle.ends or self.version >= self.total_steps or not (awaited is None or awaited.done()):
             return None
         if self.version in self.ledger.open_steps:
             if self._for_here is None:

@@ -37,6 +37,7 @@ from w5xde_async.plan.verification import (
     Discard,
     Measured,
     Origin,
+    Quarantine,
     Recompute,
     Size,
     agrees,
@@ -60,6 +61,7 @@ INLINE_WEIGH_BYTES = 4 << 20
 _PATIENCE_S = 5.0  # that long an audit waits for a worker that has finished a lease
 _CARRIED = 0.98  # of what a codec has left out, from one result that is looked at to the next
 _ODD_PATIENCE_S = 10.0  # that long a block that is odd waits for workers that are here but take no work
+_MOST_TOLD = 16  # workers of which is said how they differ
 _REMEMBERED = 4096  # where workers run or ran
 _UNKNOWN = Origin("", -1, drew=True)  # like nothing
 
@@ -166,6 +168,7 @@ class Verification:
         self._given_up: list[FinishedBlock] = []  # nobody is there who could compute it again
         self._done_again: set[tuple[int, int]] = set()  # (step, first leaf) of which nobody could say what was wrong
         self._warned = False
+        self._differing: set[str] = set()  # workers of which it was told; "": of two, either
 
     @property
     def holding(self) -> bool:
@@ -583,9 +586,33 @@ class Verification:
             assert held.lease is not None
             second = await self._second_distance(self._store.pieces(AuditKey(held.lease)), words, reference)
         decisions = when_recomputed(held, own, second, self._tolerance(equal_cpus=False))
+        if between is not None and not any(isinstance(decision, Quarantine) for decision in decisions):
+            self._tell_of_differences(held, between, own, second)
         if isinstance(decisions[0], Count):
             self._auditor.agreed(held.worker)
         return self._rule(block, *decisions)
+
+    def _tell_of_differences(
+        self, held: HeldBlock, between: Deviation, own: Deviation, second: Deviation | None
+    ) -> None:
+        """Two workers that should compute the same do not, and neither is so far off that it is proven wrong."""
+        same, allowed = self._tolerance(equal_cpus=True), self._tolerance(equal_cpus=False)
+        pair = held.suppliers.get(between.bucket, held.worker), held.second
+        odd = [worker for worker, far in zip(pair, (own, second), strict=True) if far and far.relative > same]
+        key = odd[0] if len(odd) == 1 and second is not None else ""
+        if key in self._differing or len(self._differing) >= _MOST_TOLD:
+            return
+        self._differing.add(key)
+        sessions = self._context.phase.roster.sessions
+        one, other = [repr(sessions[worker].name) if worker in sessions else "a worker" for worker in pair]
+        who = f"workers {one} and {other} differ"
+        if key:
+            odd_one, honest = (one, other) if key == pair[0] else (other, one)
+            who = f"worker {odd_one} computes something else than {honest} and the coordinator"
+        self._context.phase.warn(
+            f"{who}, in a block of step {held.step} ({between}): its results count all the same, since they are within "
+            f"--audit-tolerance ({allowed:g}); the run's bits are others for it"
+        )
 
     async def _second_distance(self, theirs: Sequence[Tensor], words: Done, reference: ReferenceResult) -> Deviation:
         present = frozenset(range(len(self._layout.result_buckets))) - set(words.absent)
