@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from w5xde_async.coordinator.parameters import aggregator
+from w5xde_async.coordinator.parameters.owner import ParameterOwner
 from w5xde_async.coordinator.run import run
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.coordinator.sync import in_place, training
@@ -33,6 +34,7 @@ from w5xde_async.job import Job
 from w5xde_async.params.flat import named_digest
 from w5xde_async.plan.pacing import Pacing, PacingConfig
 from w5xde_async.plan.sampler import StepPlan
+from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.telemetry.events import Bus, Evaluated, Event, StepCommitted, Warned, WorkerShare
 from w5xde_async.worker.executors.executor import Computed, HeldLease, Send
 from w5xde_async.worker.executors.in_place import InPlaceExecutor
@@ -147,10 +149,13 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         took = await several(self, here)
         if self.version > before:
             made.append(self.version - before)
+            assert here._engine is not None
+            assert not here._engine._transfer.host_pool.num_out  # what it was summed in is free again
         return took
 
     monkeypatch.setattr(SyncTraining, "_make_several", count)
-    monkeypatch.setattr(training, "_TURN_S", 60.0)  # whatever ends it otherwise
+    monkeypatch.setattr(training, "_TURN_S", 60.0)  # however long they take
+    monkeypatch.setattr(aggregator, "_INLINE_UPDATE_S", 60.0)
     return made
 
 
@@ -164,7 +169,7 @@ def like_a_plain_loop(made: Job, result: RunResult, events: list[Event]) -> None
     assert sum(share.samples for share in result.shares) == sum(event.samples for event in told)
 
 
-@pytest.mark.parametrize("make", [jobs.mlp_adamw, jobs.cnn_sgd, jobs.accumulated, jobs.fp16, jobs.metrics])
+@pytest.mark.parametrize("make", [jobs.mlp_adamw, jobs.cnn_sgd, jobs.odd, jobs.accumulated, jobs.fp16, jobs.metrics])
 async def test_steps_in_a_row_are_each_what_it_is_by_itself(make: Callable[[], Job], rows: list[int]) -> None:
     events: list[Event] = []
     made = short(make)
@@ -199,6 +204,87 @@ async def test_a_row_of_steps_ends_where_the_run_is_stopped(rows: list[int], tmp
         await asyncio.gather(worker, return_exceptions=True)
     assert max(rows) > 8
     assert (await trained(made, run_dir=tmp_path)).digest == named_digest(reference.train(made, STEPS)[0])
+
+
+async def test_a_row_of_steps_ends_where_a_checkpoint_is_copied(
+    rows: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the parameters' thread, which may come to it late."""
+    submit = ParameterOwner.submit
+
+    def late(self: ParameterOwner, call: Callable[[], Any]) -> asyncio.Future[Any]:
+        turned = threading.Event()
+        asyncio.get_running_loop().call_soon(turned.set)
+        return submit(self, lambda: (turned.wait(), call())[1])
+
+    monkeypatch.setattr(ParameterOwner, "submit", late)
+    made = short(jobs.mlp_adamw)
+    await trained(made, run_dir=tmp_path, checkpoint_every=7, keep_checkpoints=STEPS)
+
+    def saved() -> dict[int, dict[str, Tensor]]:
+        store = CheckpointStore(tmp_path / "checkpoints")
+        records = [store.load(path) for path in (tmp_path / "checkpoints").glob("step-*")]
+        return {record.step: record.groups["model"] for record in records}
+
+    states = await asyncio.to_thread(saved)
+    for step, state in states.items():
+        model = reference.train(made, step)[0]
+        assert all(torch.equal(state[name], value) for name, value in model.state_dict().items()), step
+    assert len(states) > 3
+    assert max(rows) > 1
+
+
+async def test_a_row_of_steps_ends_where_they_are_slower_here(rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    took, here = InPlace.took, 0
+
+    def slower(self: InPlace, *given: Any) -> None:
+        nonlocal here
+        here += self._computed
+        took(self, *given)
+        if self._computed is False and here == 11:
+            self._by, self._settles = None, 1000
+
+    monkeypatch.setattr(InPlace, "took", slower)
+    events: list[Event] = []
+    made = short(jobs.mlp_adamw)
+    like_a_plain_loop(made, await trained(made, events=events), events)
+    assert here == 11
+    assert rows
+
+
+async def test_a_row_of_steps_ends_before_one_that_somebody_has_begun(
+    rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its leases may have been given ahead."""
+    for_here, make, made_here, begun = SyncTraining._for_here, SyncTraining._make_here, list[int](), list[int]()
+
+    async def note(self: SyncTraining, here: InPlace) -> Any:
+        version = self.version
+        applied = await make(self, here)
+        made_here.extend(range(version, self.version))
+        if applied is not None and not begun and self.version in self.ledger.open_steps:
+            begun.append(self.version)
+        return applied
+
+    monkeypatch.setattr(SyncTraining, "_make_here", note)
+    monkeypatch.setattr(
+        SyncTraining, "_for_here", property(lambda self: None if self.version in begun else for_here.fget(self))
+    )
+    events: list[Event] = []
+    made = short(jobs.mlp_adamw)
+    like_a_plain_loop(made, await trained(made, events=events), events)
+    assert begun[0] - 1 in made_here
+    assert begun[0] not in made_here
+    assert begun[0] + 1 in made_here
+
+
+async def test_steps_whose_update_may_draw_are_made_one_by_one(rows: list[int]) -> None:
+    """Each waits for whoever has the random state."""
+    made = short(jobs.noisy)
+    result = await trained(made)
+    assert own_share(result) is not None
+    assert result.digest == named_digest(reference.train(made, STEPS)[0])
+    assert not rows
 
 
 class FailsOnce(torch.optim.SGD):
