@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,8 +99,8 @@ class Outcome:
             self.held.append(event)
 
 
-async def run(made: Job, *workers: dict[str, Any], **config: Any) -> Outcome:
-    """Train on these workers, named 0, 1, 2, ..."""
+async def run(made: Job, *workers: dict[str, Any], invited: int = 0, **config: Any) -> Outcome:
+    """Train on these workers, named 0, 1, 2, ..., of whom the first few are invited by their names."""
     outcome, bus = Outcome(), Bus()
     bus.subscribe(outcome.see)
     config = {"audit_fraction": 1.0, "min_workers": len(workers), **config}
@@ -107,7 +108,9 @@ async def run(made: Job, *workers: dict[str, Any], **config: Any) -> Outcome:
         tasks = []
         for number, given in enumerate(workers):
             named = QUICK_WORKER.__class__(device="cpu", connect_timeout_s=60.0, name=str(number))
-            tasks.append(asyncio.create_task(OnDevice(coordinator.address, job=made, config=named, **given).run()))
+            told = coordinator.invite(str(number)) if number < invited else coordinator.invitation
+            where = coordinator.address if told is None else told.reveal()
+            tasks.append(asyncio.create_task(OnDevice(where, job=made, config=named, **given).run()))
         outcome.finished = (await coordinator.wait()).outcome == "finished"
         for ended in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(ended, Refused):
@@ -147,6 +150,17 @@ async def test_a_liar_is_found_where_somebody_computes_alike(workers: tuple[dict
     outcome = await run(job(), *workers)
     assert outcome.finished
     assert set(outcome.put_out) == {liar}
+
+
+@pytest.mark.parametrize("invited", [1, 2, 4])
+async def test_who_has_not_proved_a_name_has_no_say_about_who_has(invited: int, tmp_path: Path):
+    """They may all be one. (Of four invited ones two lie: that is no majority either.)"""
+    honest = (GPU,) * min(invited, 2)
+    liars = (GPU | LIAR,) * (3 if invited < 4 else 2)
+    outcome = await run(job(), *honest, *liars, invited=invited, join_file=tmp_path / "join")
+    assert outcome.finished
+    assert not {str(number) for number in range(len(honest))} & set(outcome.put_out)
+    assert any(not event.agreed for event in outcome.audits)
 
 
 async def test_a_liar_on_a_device_of_its_own_is_found_where_nothing_is_drawn():

@@ -184,6 +184,23 @@ async def test_a_child_that_loses_its_device_is_not_held_against_the_program(mon
     assert result.digest == named_digest(reference.train(jobs.mlp_adamw())[0])
 
 
+def test_who_stops_all_of_a_workers_group_does_not_end_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the worker does when it has finished its lease."""
+    monkeypatch.setattr(sys, "executable", forking.PYTHON)  # not one that is forked
+    sandbox = Sandbox(torch.device("cpu"), threads=1, memory_bytes=1 << 30)
+    sandbox.start()
+    try:
+        assert not {signal.SIGINT, signal.SIGTERM} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        os.kill(sandbox.pid, signal.SIGINT)
+        os.kill(sandbox.pid, signal.SIGTERM)
+        sandbox.wait()
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{sandbox.pid}/status").read_text().splitlines())
+        ignored = int(status["SigIgn"], 16)
+        assert all(ignored >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM))
+    finally:
+        sandbox.end()
+
+
 async def test_a_child_that_somebody_kills_ends_the_lease_and_not_the_worker() -> None:
     job = replace(jobs.mlp_adamw(), max_steps=100_000)
     async with Coordinator(job, config=settings(code_free=True, max_time_s=100.0)) as coordinator:

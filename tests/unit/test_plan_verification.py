@@ -207,7 +207,8 @@ def test_what_nobody_can_settle_is_done_again() -> None:
 def test_the_most_of_a_kind_decide_what_nobody_else_computes_alike(
     against: dict[str, int], of_kind: int, wrong: set[str]
 ) -> None:
-    decisions = when_disputed(held("a"), deviation(0.5), against, of_kind)
+    votes = {worker: (count, of_kind) for worker, count in against.items()}
+    decisions = when_disputed(held("a"), deviation(0.5), votes)
     assert isinstance(decisions[0], Discard)
     assert put_out(decisions) == wrong
 

@@ -187,15 +187,15 @@ def when_compared(
 
 
 def when_disputed(
-    held: HeldBlock, between: Deviation, against: Mapping[str, int], of_kind: int
+    held: HeldBlock, between: Deviation, votes: Mapping[str, tuple[int, int]]
 ) -> list[Count | Discard | Quarantine]:
     """Two that should be alike are not, and the coordinator's would be like neither: only others of their kind can say.
 
-    ``against``: of the two workers, how many members of their kind ever differed so from each. ``of_kind``: how many
-    there are. Whoever more than half of them differ from is wrong.
+    ``votes``: of the two workers, how many members of their kind ever differed so from each, and how many have a say in
+    it. Whoever more than half of them differ from is wrong.
     """
     reason = f"others of its kind compute something else than it does, as for step {held.step} ({between})"
-    wrong = [worker for worker, count in against.items() if 2 * count > of_kind]
+    wrong = [worker for worker, (against, of_kind) in votes.items() if 2 * against > of_kind]
     return [Discard("another worker computed something else"), *(Quarantine(worker, reason) for worker in wrong)]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import faulthandler
 import linecache
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -28,6 +29,8 @@ _WORKER_GONE = 3  # exit code: nobody is there to read it, but for a fault of ou
 
 def main() -> int:
     """Warm up, close the doors, serve."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # blocked so far, and what libraries start may unblock them
+        signal.signal(number, signal.SIG_IGN)
     from w5xde_async.compute.program import channel, sealing
 
     descriptor, device, threads, memory_bytes = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])

@@ -83,6 +83,9 @@ class Sandbox:
             sys.executable, "-P", "-s", "-m", self.module, str(theirs.fileno()), str(self.device), str(self._threads),
             str(self._memory_bytes), str(int(self._deterministic)),
         ]  # fmt: skip
+        # Who stops a worker may send the signal to all of its group, or its service. The process, which is the worker's
+        # to end, begins with what this thread does not heed.
+        heeded = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, close_fds=True,
@@ -92,6 +95,7 @@ class Sandbox:
             ours.close()
             raise LocalError(f"the sandbox's process cannot be started: {error}") from error
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, heeded)
             theirs.close()
 
     @property

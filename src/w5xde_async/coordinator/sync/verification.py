@@ -288,6 +288,11 @@ class Verification:
         seen = self._seen.get(worker)
         return "" if seen is None else seen.kind
 
+    def _identity(self, worker: str) -> str:
+        """The name that it has proved, if any."""
+        seen = self._seen.get(worker)
+        return "" if seen is None else seen.identity
+
     def _halved(self, worker: str, done: Done) -> None:
         if (seen := self._seen.get(worker)) is not None:
             seen.splits = done.splits
@@ -548,9 +553,16 @@ class Verification:
             self._disputes.setdefault(one, set()).add(other)
             self._disputes.setdefault(other, set()).add(one)
         self._done_again.add((held.step, held.block.start))
-        against = {worker: len(self._disputes.get(worker, ())) for worker in (one, other)}
-        of_kind = sum(machine.kind == block.origin.kind for machine in present.values())
-        return self._rule(block, *when_disputed(held, between, against, of_kind))
+        of_kind = {worker for worker, machine in present.items() if machine.kind == block.origin.kind}
+        votes = {}
+        for worker in (one, other):
+            against = self._disputes.get(worker, set()) & of_kind
+            if self._identity(worker):  # who has not proved a name may have many: he has no say about who has
+                names, all_names = ({*map(self._identity, those)} - {""} for those in (against, of_kind))
+                votes[worker] = len(names), len(all_names)
+            else:
+                votes[worker] = len(against), len(of_kind)
+        return self._rule(block, *when_disputed(held, between, votes))
 
     async def _recompute(self, block: FinishedBlock, between: Deviation | None) -> Ruling | None:
         """Compute it here. ``between``: it and what another worker computed."""
