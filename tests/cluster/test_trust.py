@@ -143,6 +143,7 @@ async def test_a_coordinator_that_wants_certificates_of_its_workers(tmp_path: Pa
     authority.cert_pem.write_to_path(str(ca))
     issued = authority.issue_cert("localhost")
     issued.private_key_pem.write_to_path(str(key))
+    key.chmod(0o600)
     issued.cert_chain_pems[0].write_to_path(str(cert))
     commits = Commits()
     async with running(tmp_path, commits, tls=TlsFiles(cert, key, ca)) as coordinator:

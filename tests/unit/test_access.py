@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.support.cluster import settings
+from tests.support.jobs import mlp_sgd
 
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import StoreError, UsageError
 from w5xde_async.hub.members import access as access_module
 from w5xde_async.hub.members.access import Access
-from w5xde_async.net.tls import own_certificate, server_context
+from w5xde_async.net.join import new_secret
+from w5xde_async.net.tls import TlsFiles, client_context, out_of_date, own_certificate, server_context
+from w5xde_async.runtime import Runtime
+from w5xde_async.telemetry.events import Bus, Warned
 
 TLS = CoordinatorConfig(host="0.0.0.0", advertise="there.example.org")
 
@@ -198,6 +209,44 @@ def test_a_key_of_its_own_that_others_may_read_is_refused(tmp_path: Path, mode: 
     (tmp_path / "key.pem").chmod(mode)
     with pytest.raises(UsageError, match=f"can be read by others; run: chmod 600 {tmp_path}/key.pem"):
         own_certificate(tmp_path, "digits")
+
+
+@pytest.mark.parametrize("make", [server_context, client_context])
+def test_a_key_that_others_may_read_is_refused_on_both_sides(
+    make: Callable[[TlsFiles], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = own_certificate(tmp_path, "digits")
+    assert files.key is not None
+    files.key.chmod(0o640)
+    with pytest.raises(UsageError, match=f"can be read by others; run: chmod 600 {tmp_path}/key.pem"):
+        make(files)
+    if os.geteuid() == 0:  # as a secret is mounted: root's, for our group
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        make(files)
+        files.key.chmod(0o644)
+        with pytest.raises(UsageError, match="can be read by others"):
+            make(files)
+
+
+def test_the_dates_of_a_certificate(tmp_path: Path) -> None:
+    files = own_certificate(tmp_path, "digits")
+    assert files.cert is not None
+    now = datetime.now(UTC)
+    assert out_of_date(files.cert, now) == ""
+    assert "is not valid before" in out_of_date(files.cert, now - timedelta(days=2))
+    assert "has expired at" in out_of_date(files.cert, now + timedelta(days=3651))
+    (tmp_path / "cert.pem").write_text("none")
+    with pytest.raises(UsageError, match="cannot be read"):
+        out_of_date(files.cert, now)
+
+
+async def test_the_start_tells_of_a_certificate_that_has_expired(tmp_path: Path) -> None:
+    files, told = await asyncio.to_thread(own_certificate, tmp_path, "digits"), list[str]()
+    later, bus = Runtime(wall=lambda: time.time() + 4000 * 86400), Bus()
+    bus.subscribe(lambda event: told.append(event.text) if isinstance(event, Warned) else None)
+    config = settings(tls=TlsFiles(files.cert, files.key), token=new_secret(), host="127.0.0.1")
+    async with Coordinator(mlp_sgd(), config=config, bus=bus, runtime=later):
+        assert [text for text in told if "has expired" in text and "--tls-ca-file" in text]
 
 
 @pytest.mark.parametrize(("config", "refused"), [(TLS, True), (replace(TLS, host="127.0.0.1"), False)])

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -48,7 +49,7 @@ from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.join import Invitation
 from w5xde_async.net.link import Link
 from w5xde_async.net.own_addresses import advertised
-from w5xde_async.net.tls import is_loopback
+from w5xde_async.net.tls import is_loopback, out_of_date
 from w5xde_async.openmp import release_helpers
 from w5xde_async.runtime import Listening, Runtime
 from w5xde_async.telemetry.events import Best, Bus, RunStarted, Subscriber, Warned
@@ -508,7 +509,11 @@ class Coordinator:
         self._began = self._runtime.clock()
         self.bus.publish(self._started(prepared))
         self._outputs.began(run.training)
-        for note in (*resume.notes, *_lagging(prepared.strategy.update), *_looked_up(prepared)):
+        cert, told = config.tls.cert, list(resume.notes)
+        if cert is not None:
+            now = datetime.fromtimestamp(self._runtime.wall(), UTC)
+            told += filter(None, [await loop.run_in_executor(None, out_of_date, cert, now)])
+        for note in (*told, *_lagging(prepared.strategy.update), *_looked_up(prepared)):
             self.bus.publish(Warned(text=note))
         self._open_to_links.set()
 

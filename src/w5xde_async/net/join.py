@@ -17,14 +17,13 @@ import re
 import secrets
 import shlex
 import stat
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from w5xde_async.errors import UsageError
 from w5xde_async.net.endpoint import format_address, split_address, valid_host
-from w5xde_async.net.tls import write_private
+from w5xde_async.net.tls import is_exposed, write_private
 
 _SCHEME = "w5xde"
 _LEAST_BITS, _LEAST_CHARACTERS = 128, 8  # of a secret; and different ones of its characters
@@ -169,8 +168,7 @@ def read_secret_file(path: Path, *, kind: str = "secret file") -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise UsageError(f"{kind} {path} cannot be read: {reason}") from error
-    given = sys.platform != "win32" and status.st_uid == 0 != os.geteuid()
-    if sys.platform != "win32" and stat.S_IMODE(status.st_mode) & (0o037 if given else 0o077):
+    if is_exposed(status):
         raise UsageError(f"{kind} {path} can be read by others; run: chmod 600 {shlex.quote(str(path))}")
     if not text or len(text.splitlines()) != 1:
         raise UsageError(f"{kind} {path} does not hold one line")

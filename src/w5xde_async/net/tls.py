@@ -111,10 +111,31 @@ def own_certificate(directory: Path, name: str) -> TlsFiles:
     except (OSError, UsageError) as error:
         again = f"delete {directory / _CERTIFICATE}, and the next start makes another pair, with another join string"
         raise UsageError(f"{error}; {again}") from None
-    if sys.platform != "win32" and stat.S_IMODE((directory / _KEY).stat().st_mode) & 0o077:
-        key_path = directory / _KEY
-        raise UsageError(f"the key {key_path} can be read by others; run: chmod 600 {shlex.quote(str(key_path))}")
     return files
+
+
+def is_exposed(status: os.stat_result) -> bool:
+    """Whether others than its owner may read a file, or write it. What root has laid there for us, as secrets are
+    mounted, its group may read: that is us."""
+    if sys.platform == "win32":
+        return False
+    given = status.st_uid == 0 != os.geteuid()
+    return bool(stat.S_IMODE(status.st_mode) & (0o037 if given else 0o077))
+
+
+def out_of_date(cert: Path, now: datetime.datetime) -> str:
+    """What is wrong with the dates of a certificate (PEM), for a person; "" where nothing is. Raises UsageError."""
+    from cryptography import x509
+
+    try:
+        read = x509.load_pem_x509_certificate(cert.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"certificate {cert} cannot be read: {_reason(error)}") from None
+    begins, ends = read.not_valid_before_utc, read.not_valid_after_utc
+    if begins <= now <= ends:
+        return ""
+    when = f"is not valid before {begins:%Y-%m-%d %H:%M}" if now < begins else f"has expired at {ends:%Y-%m-%d %H:%M}"
+    return f"the certificate {cert} {when} UTC: workers that check it by --tls-ca-file refuse it"
 
 
 def certificate_hash(cert: Path) -> bytes:
@@ -152,6 +173,9 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
 def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
     if files.cert is not None:
         try:
+            if files.key is not None and is_exposed(_status(files.key)):
+                hint = f"run: chmod 600 {shlex.quote(str(files.key))}"
+                raise UsageError(f"the key {files.key} can be read by others; {hint}")
             context.load_cert_chain(files.cert, files.key)
         except (OSError, ssl.SSLError) as error:
             place = f"{files.cert}" + (f" with key {files.key}" if files.key is not None else "")
@@ -161,6 +185,14 @@ def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
             context.load_verify_locations(files.ca)
         except (OSError, ssl.SSLError) as error:
             raise UsageError(f"TLS authorities {files.ca} cannot be used: {_reason(error)}") from None
+
+
+def _status(path: Path) -> os.stat_result:
+    descriptor = os.open(path, getattr(os, "O_PATH", os.O_RDONLY))  # what is a pipe is left to OpenSSL to read
+    try:
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _reason(error: Exception) -> str:
