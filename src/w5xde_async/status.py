@@ -181,7 +181,8 @@ class _Dashboard:
 
     def __init__(self, link: DashboardLink, run_dir: Path | None = None) -> None:
         self._run_dir, self._run_id = run_dir, None if run_dir is None else _run_id(run_dir)
-        wrong = UsageError(f"--server {link.url!r} is no address; it looks like 127.0.0.1:{_DEFAULT_PORT}")
+        place = "--server" if run_dir is None else str(run_dir / LINK_FILE)
+        wrong = UsageError(f"{place}: {link.url[:200]!r} is no address; it looks like 127.0.0.1:{_DEFAULT_PORT}")
         try:
             parts = urlsplit(link.url)
             host, port = parts.hostname, parts.port
@@ -189,7 +190,7 @@ class _Dashboard:
             raise wrong from None
         if parts.scheme not in ("http", "https") or not host:
             raise wrong
-        self._host, self._port = valid_host(host, place="--server"), port or (443 if parts.scheme == "https" else 80)
+        self._host, self._port = valid_host(host, place=place), port or (443 if parts.scheme == "https" else 80)
         self._secure, self._certificate = parts.scheme == "https", link.certificate
         self._token = (parse_qs(parts.query).get("token") or [""])[0]
 

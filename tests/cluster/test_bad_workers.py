@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.attacks import ATTACKS, SLIGHT, FalseWorker, Found, digits, run
+from tests.support.attacks import ATTACKS, SLIGHT, THIRTYFOLD, FalseWorker, Found, digits, run
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 from tests.support.jobs import mlp_sgd
 
@@ -84,12 +84,20 @@ async def test_through_a_lossy_codec_what_is_odd_is_judged_by_the_coordinator(na
     assert found.accuracy > 0.6  # a step that counted a millionfold result would leave it at a tenth
 
 
+async def test_through_a_lossy_codec_results_that_are_larger_than_usual_again_and_again_are_told_of():
+    found = await run(THIRTYFOLD, steps=STEPS, workers=3, begins=8, update=UpdateConfig(codec="bf16"))
+    (told,) = [text for text in found.told if "larger than usual" in text]
+    assert told.startswith("16 results in a row of worker 'bad' were larger than usual")
+    assert found.false_alarms == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int8", "topk:0.05"])
 async def test_honest_workers_with_a_lossy_codec_are_not_put_out(codec: str, clean: Found):
     found = await run(None, steps=STEPS, workers=3, update=UpdateConfig(codec=codec))
     assert found.finished
     assert found.false_alarms == 0
+    assert not [text for text in found.told if "larger than usual" in text]
 
 
 @pytest.mark.slow

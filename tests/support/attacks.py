@@ -28,7 +28,7 @@ from w5xde_async.telemetry.events import Audited, Bus, Event, ResultHeld, StepCo
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Worker
 
-__all__ = ["ATTACKS", "SLIGHT", "Attack", "FalseWorker", "Found", "accuracy", "digits", "run"]
+__all__ = ["ATTACKS", "SLIGHT", "THIRTYFOLD", "Attack", "FalseWorker", "Found", "accuracy", "digits", "run"]
 
 Attack = Callable[[Tensor, Task, dict[str, Any]], None]
 """Changes the gradients of a block in place. The dictionary is the attacker's memory."""
@@ -95,6 +95,12 @@ ATTACKS: Mapping[str, Attack] = {
 }  # fmt: skip
 
 
+def _thirtyfold(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
+    gradients.mul_(30.0)
+
+
+THIRTYFOLD: Attack = _thirtyfold
+"""More than usual, at first; what is usual grows with it."""
 SLIGHT: Attack = _slightly
 """Less than honest workers on unlike machines may differ."""
 

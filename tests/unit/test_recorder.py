@@ -18,7 +18,7 @@ from w5xde_async.errors import StoreError
 from w5xde_async.store.filesystem import FencedFilesystem, Filesystem
 from w5xde_async.telemetry.events import Evaluated, Event, RunStarted, StepCommitted, Warned
 from w5xde_async.telemetry.recorder import Recorder
-from w5xde_async.telemetry.records import number
+from w5xde_async.telemetry.records import number, to_line
 
 
 def step(number: int, loss: float = 0.5) -> StepCommitted:
@@ -51,6 +51,22 @@ def write(path: Path, *events: Event, **arguments: Any) -> Recorder:
         recorder(event)
     recorder.flush()
     return recorder
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1, -(1 << 63), 1 << 200, 0.1, 1e-05, 1e22, -0.0, 5e-324, "nan", True, None, [], {}, [1, {"a": [2.5, "b"]}],
+        'a "quoted" \\ line\n', "\x00\x1b[2J\x7f", "üß\u202e\U0001f600", "\ud800", {"1": {"2": {}}},
+    ],
+)  # fmt: skip
+def test_a_line_is_what_json_says_in_ascii(value: object) -> None:
+    line = to_line({"event": "step", "value": value})
+    assert line.isascii()
+    assert line.count("\n") == 1
+    assert line.startswith('{"event": "step", "value": ')
+    assert json.loads(line) == {"event": "step", "value": value}
+    assert math.copysign(1, json.loads(line)["value"]) == math.copysign(1, value) if isinstance(value, float) else True
 
 
 def test_lines_go_where_the_files_name_is_when_its_folder_is_moved(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ import pytest
 from tests.support.events import FINISHED, STARTED, committed, joined, left, reported, run_reported
 
 from w5xde_async import status
-from w5xde_async.errors import ExitCode, Unreachable
+from w5xde_async.errors import ExitCode, Unreachable, UsageError
 from w5xde_async.net.tls import certificate_hash, own_certificate, server_context
 from w5xde_async.telemetry.dashboard.server import Dashboard
 from w5xde_async.telemetry.dashboard.view import View
@@ -194,6 +195,14 @@ async def test_another_run_at_the_address_of_one_that_was_killed(
             (directory / "run.json").unlink()  # nothing to compare with
             assert await run(*where, *how) == ExitCode.OK
             capsys.readouterr()
+
+
+@pytest.mark.parametrize("written", ["nonsense", "http://", "http://bad_host-:x/", "ftp://127.0.0.1:1"])
+def test_a_damaged_link_of_a_run_is_named_by_its_file(written: str, tmp_path: Path):
+    (tmp_path / "dashboard").write_text(written + "\n")
+    with pytest.raises(UsageError, match=re.escape(str(tmp_path / "dashboard"))) as caught:
+        status._of_run(tmp_path)
+    assert "--server" not in str(caught.value)
 
 
 def test_an_update_is_folded_into_what_was_known():

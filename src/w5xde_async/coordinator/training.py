@@ -55,7 +55,8 @@ class NonFinite(W5xdeError):
         self.step, self.count = step, count
         super().__init__(
             f"the gradient was not finite in {count} steps in a row, when the run was at step {step}: "
-            "training diverges; lower the learning rate, clip gradients at a smaller norm, or look at the data"
+            "training diverges; lower the learning rate, clip gradients at a smaller norm, or look at the data (or, "
+            "where not all workers can be trusted, at whose results were refused)"
         )
 
 

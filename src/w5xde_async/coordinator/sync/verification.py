@@ -62,6 +62,7 @@ _PATIENCE_S = 5.0  # that long an audit waits for a worker that has finished a l
 _CARRIED = 0.98  # of what a codec has left out, from one result that is looked at to the next
 _ODD_PATIENCE_S = 10.0  # that long a block that is odd waits for workers that are here but take no work
 _MOST_TOLD = 16  # workers of which is said how they differ
+_MANY_UNUSUAL = 16  # results in a row, of which is told
 _REMEMBERED = 4096  # where workers run or ran
 _UNKNOWN = Origin("", -1, drew=True)  # like nothing
 
@@ -155,6 +156,7 @@ class Verification:
         self._draws = False  # random numbers are in this run's blocks, by more than one word
         self._disputes: dict[str, set[str]] = {}  # member -> members of its kind that computed something else
         self._strikes: dict[str, int] = {}  # worker -> results in a row that were larger than can be
+        self._unusual: dict[str, int] = {}  # worker -> results in a row that were larger than usual, and counted
         self._vanished: dict[str, int] = {}  # worker -> results that were next to nothing, of those looked at
         roles = {group.role for group in self._layout.groups} & {"grad", "mean"}
         self._gates = {} if gate is None else {role: BlockGate(gate) for role in sorted(roles)}
@@ -225,6 +227,7 @@ class Verification:
         )  # fmt: skip
         if isinstance(decision, Count):
             self._strikes.pop(grant.worker, None)
+            self._unusual.pop(grant.worker, None)
             return self._rule(block, decision)
         # It is judged by what is read of it from here on, and so it is applied.
         self._context.aggregator.begin_anew()
@@ -439,6 +442,7 @@ class Verification:
         """The worker is gone; blocks that it has finished stay."""
         self._machines.pop(worker, None)
         self._strikes.pop(worker, None)
+        self._unusual.pop(worker, None)
         self._vanished.pop(worker, None)
         self._disputes.pop(worker, None)
         for others in self._disputes.values():
@@ -662,6 +666,8 @@ class Verification:
             else:
                 self._strikes.pop(worker, None)
                 self._vanished.pop(worker, None)
+                if held.why is Why.NORM:
+                    self._tell_of_unusual_ones(block)
         return self._rule(
             block,
             *when_only_sizes_compare(
@@ -669,6 +675,17 @@ class Verification:
                 size=size, in_a_row=known is self._strikes,
             ),
         )  # fmt: skip
+
+    def _tell_of_unusual_ones(self, block: FinishedBlock) -> None:
+        """One more that is larger than usual, and counts: nobody can tell it from what a codec has left out before."""
+        worker = block.grant.worker
+        self._unusual[worker] = count = self._unusual.get(worker, 0) + 1
+        if count == _MANY_UNUSUAL:
+            self._context.phase.warn(
+                f"{count} results in a row of worker {block.session.name!r} were larger than usual, the last for step "
+                f"{block.grant.step}: they count, since they are not ten times what their blocks give, and a lossy "
+                "codec's cannot be compared more closely; if that worker cannot be trusted, put it out, or use no codec"
+            )
 
     def _with_carried(self, worker: str, true: Mapping[str, float]) -> Mapping[str, float]:
         """By role, the size of the gradient of which a result of this worker may be: of its block, whose ``true`` sizes
