@@ -683,8 +683,9 @@ class Verification:
         if count == _MANY_UNUSUAL:
             self._context.phase.warn(
                 f"{count} results in a row of worker {block.session.name!r} were larger than usual, the last for step "
-                f"{block.grant.step}: they count, since they are not ten times what their blocks give, and a lossy "
-                "codec's cannot be compared more closely; if that worker cannot be trusted, put it out, or use no codec"
+                f"{block.grant.step}: they count, since they are not ten times what their blocks give, and what a "
+                "lossy codec wrote, or has other random numbers in it, cannot be compared more closely; if that worker "
+                "cannot be trusted, write its name, or id, into the run directory's file revoked"
             )
 
     def _with_carried(self, worker: str, true: Mapping[str, float]) -> Mapping[str, float]:
