@@ -71,3 +71,23 @@ async def test_cancelled_while_it_ends(monkeypatch: pytest.MonkeyPatch, moment: 
         await loop.run_in_executor(None, worker._compute.shutdown)  # waits for its thread
     assert closed == [True]
     assert running.cancelled() or moment == "engine"
+
+
+async def test_what_fails_while_it_ends_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor its model."""
+    closed, close = list[bool](), Engine.close
+
+    def closes(self: Engine) -> None:
+        closed.append(True)
+        close(self)
+
+    async def fails(self: Uplink, **options: bool) -> None:
+        raise RuntimeError("its residuals cannot be kept")
+
+    monkeypatch.setattr(Engine, "close", closes)
+    monkeypatch.setattr(Uplink, "close", fails)
+    async with Coordinator(jobs.mlp_adamw(), config=settings()) as coordinator:
+        worker = Worker(coordinator.address, job=jobs.mlp_adamw(), config=QUICK_WORKER)
+        with pytest.raises(RuntimeError, match="cannot be kept"):
+            await worker.run()
+    assert closed

@@ -232,7 +232,7 @@ class Worker:
                     await loop.run_in_executor(None, self._compute.shutdown)
                 if self._own is not None and not await self._own.aclose():
                     self.abandoned = True
-            except asyncio.CancelledError:  # a second one, or one while it ends: nothing is waited for any more
+            except BaseException:  # a second cancellation, or what failed to end: nothing is waited for any more
                 if not self.abandoned:
                     self._engines.end()
                 self._compute.shutdown(wait=False)
