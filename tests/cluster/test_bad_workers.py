@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings
 from tests.support.jobs import mlp_sgd
 
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.coordinator.sync import verification
 from w5xde_async.errors import RefusalCode, Refused
 from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.events import Event, WorkerQuarantined
@@ -84,11 +86,29 @@ async def test_through_a_lossy_codec_what_is_odd_is_judged_by_the_coordinator(na
     assert found.accuracy > 0.6  # a step that counted a millionfold result would leave it at a tenth
 
 
-async def test_through_a_lossy_codec_results_that_are_larger_than_usual_again_and_again_are_told_of():
+async def test_through_a_lossy_codec_results_that_are_larger_than_usual_are_told_of(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verification, "_MANY_UNUSUAL", 1)
     found = await run(THIRTYFOLD, steps=STEPS, workers=3, begins=8, update=UpdateConfig(codec="bf16"))
-    (told,) = [text for text in found.told if "larger than usual" in text]
-    assert told.startswith("16 results in a row of worker 'bad' were larger than usual")
+    told = [text for text in found.told if "larger than usual" in text]
+    assert any("results of worker 'bad' were larger than usual, the last for step" in text for text in told)
     assert found.false_alarms == 0
+
+
+@pytest.mark.parametrize(("usual_between", "told"), [(0, 1), (8, 1), (12, 0)])
+def test_many_results_that_are_larger_than_usual_are_told_of_once_where_they_are_many_of_all(
+    usual_between: int, told: int
+):
+    warned: list[str] = []
+    verified = object.__new__(verification.Verification)
+    verified._unusual = {}
+    verified._context = SimpleNamespace(phase=SimpleNamespace(warn=warned.append))  # type: ignore[assignment]
+    grant, session = SimpleNamespace(worker="w", step=3), SimpleNamespace(name="w")
+    block: Any = SimpleNamespace(grant=grant, session=session)
+    for _ in range(100):
+        verified._tell_of_unusual_ones(block)
+        verified._unusual["w"][1] += usual_between
+    assert len(warned) == told
+    assert all(text.startswith("16 of ") for text in warned)
 
 
 @pytest.mark.slow

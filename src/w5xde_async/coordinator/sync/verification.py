@@ -62,7 +62,7 @@ _PATIENCE_S = 5.0  # that long an audit waits for a worker that has finished a l
 _CARRIED = 0.98  # of what a codec has left out, from one result that is looked at to the next
 _ODD_PATIENCE_S = 10.0  # that long a block that is odd waits for workers that are here but take no work
 _MOST_TOLD = 16  # workers of which is said how they differ
-_MANY_UNUSUAL = 16  # results in a row, of which is told
+_MANY_UNUSUAL, _UNUSUAL_SHARE = 16, 0.1  # results that are told of; of all
 _REMEMBERED = 4096  # where workers run or ran
 _UNKNOWN = Origin("", -1, drew=True)  # like nothing
 
@@ -156,7 +156,9 @@ class Verification:
         self._draws = False  # random numbers are in this run's blocks, by more than one word
         self._disputes: dict[str, set[str]] = {}  # member -> members of its kind that computed something else
         self._strikes: dict[str, int] = {}  # worker -> results in a row that were larger than can be
-        self._unusual: dict[str, int] = {}  # worker -> results in a row that were larger than usual, and counted
+        self._unusual: dict[
+            str, list[int]
+        ] = {}  # worker -> results larger than usual that counted; all since the first
         self._vanished: dict[str, int] = {}  # worker -> results that were next to nothing, of those looked at
         roles = {group.role for group in self._layout.groups} & {"grad", "mean"}
         self._gates = {} if gate is None else {role: BlockGate(gate) for role in sorted(roles)}
@@ -227,7 +229,8 @@ class Verification:
         )  # fmt: skip
         if isinstance(decision, Count):
             self._strikes.pop(grant.worker, None)
-            self._unusual.pop(grant.worker, None)
+            if (unusual := self._unusual.get(grant.worker)) is not None:
+                unusual[1] += 1
             return self._rule(block, decision)
         # It is judged by what is read of it from here on, and so it is applied.
         self._context.aggregator.begin_anew()
@@ -678,14 +681,15 @@ class Verification:
 
     def _tell_of_unusual_ones(self, block: FinishedBlock) -> None:
         """One more that is larger than usual, and counts: nobody can tell it from what a codec has left out before."""
-        worker = block.grant.worker
-        self._unusual[worker] = count = self._unusual.get(worker, 0) + 1
-        if count == _MANY_UNUSUAL:
+        counts = self._unusual.setdefault(block.grant.worker, [0, 0])
+        counts[:] = unusual, among = counts[0] + 1, counts[1] + 1
+        if unusual == _MANY_UNUSUAL and unusual >= _UNUSUAL_SHARE * among:
             self._context.phase.warn(
-                f"{count} results in a row of worker {block.session.name!r} were larger than usual, the last for step "
-                f"{block.grant.step}: they count, since they are not ten times what their blocks give, and what a "
-                "lossy codec wrote, or has other random numbers in it, cannot be compared more closely; if that worker "
-                "cannot be trusted, write its name, or id, into the run directory's file revoked"
+                f"{unusual} of {among} results of worker {block.session.name!r} "
+                f"were larger than usual, the last for step {block.grant.step}: they count, since they are not ten "
+                "times what their blocks give, and what a lossy codec wrote, or has other random numbers in it, cannot "
+                "be compared more closely; if that worker cannot be trusted, write its name, or id, into the run "
+                "directory's file revoked"
             )
 
     def _with_carried(self, worker: str, true: Mapping[str, float]) -> Mapping[str, float]:
