@@ -630,7 +630,7 @@ class Verification:
             who = f"worker {odd_one} computes something else than {honest} and the coordinator"
         self._context.phase.warn(
             f"{who}, in a block of step {held.step} ({between}): its results count all the same, since they are within "
-            f"--audit-tolerance ({allowed:g}); the run's bits are others for it"
+            f"--audit-tolerance ({allowed:g}), and the run has other bits than without them"
         )
 
     async def _second_distance(self, theirs: Sequence[Tensor], words: Done, reference: ReferenceResult) -> Deviation:
