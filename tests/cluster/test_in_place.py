@@ -177,6 +177,22 @@ async def test_steps_in_a_row_are_each_what_it_is_by_itself(make: Callable[[], J
     assert max(rows) > 8
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_steps_in_a_row_may_write_into_their_batch(workers: int, rows: list[int]) -> None:
+    """Which is read anew in the next epoch, and by whoever else computes the step."""
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        assert not batch[0].requires_grad
+        features = batch[0].mul_(1.5).sub_(batch[0].mean())
+        return nn.functional.cross_entropy(model(features.requires_grad_()), batch[1])
+
+    events: list[Event] = []
+    made = short(jobs.mlp_adamw, loss=None, step=step)
+    assert made.batch_size * STEPS > 2 * len(made.dataset)
+    like_a_plain_loop(made, await trained(made, workers=workers, events=events), events)
+    assert max(rows) > 8
+
+
 async def test_a_row_of_steps_ends_where_an_evaluation_begins(rows: list[int]) -> None:
     """Which sees the parameters of its step."""
 

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -737,6 +738,20 @@ def test_a_batch_too_large_to_be_copied_is_asked_for_again(packed: bool, monkeyp
     outcome = engine.compute(task(leaves((4, 4)), (4, 4), packed=packed), lambda *_: None)
     expected = naive(wanted, leaves((4, 4)), (4, 4))
     assert torch.equal(outcome.vectors[0].buckets[0][:24].view(3, 8), expected["weight"])
+
+
+def test_a_batch_that_nobody_else_reads_is_not_copied() -> None:
+    """What the step writes into it is there afterwards; to be computed again it is asked for again."""
+    wanted = job(loss=None, step=writing, model=lambda: nn.Linear(8, 3))
+    engine = Engine(wanted)
+    with pytest.raises(LeafError, match=r"wrote into its batch"):
+        engine.compute(replace(task(leaves((4, 4)), (4, 4), packed=True), own=True), lambda *_: None)
+    given = replace(task(leaves((4, 4)), (4, 4), packed=True), own=True)
+    before = [tensor.clone() for tensor in given.tensors]
+    outcome = engine.compute(given, lambda *_: None)
+    expected = naive(wanted, leaves((4, 4)), (4, 4))
+    assert torch.equal(outcome.vectors[0].buckets[0][:24].view(3, 8), expected["weight"])
+    assert not torch.equal(given.tensors[0], before[0])
 
 
 def test_blocks_on_two_threads_take_turns_with_the_random_state() -> None:

@@ -52,7 +52,8 @@ class Task:
     """One block to compute. ``samples`` counts each leaf's samples.
 
     ``tensors`` lie in host memory: the batch's, in the order of ``structure``. Shapes and dtypes are those of the
-    dataset's batch; the first dimension of one with samples counts them.
+    dataset's batch; the first dimension of one with samples counts them. Nobody else reads them where they are its
+    ``own``: a step may write into them.
     """
 
     step: int
@@ -62,6 +63,7 @@ class Task:
     structure: bytes
     packed: bool
     tensors: Sequence[Tensor]
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -186,6 +186,7 @@ class Engine:
             if isinstance(tensor, nn.Parameter) and index not in set(layout.trainable)
         ]
         self._native = self._native_views()
+        self._results = [bucket.index for bucket in layout.result_buckets]
         self._grad_buckets = [b for b in layout.result_buckets if layout.groups[b.group].role == "grad"]
         self._buckets_of: dict[int, list[int]] = {}
         for bucket in self._grad_buckets:
@@ -386,8 +387,8 @@ class Engine:
             losses=losses,
             metric_names=metric_names,
             metrics=metrics,
-            untouched=tuple([index for index in self.layout.trainable if index not in block.touched]),
-            absent=tuple([bucket.index for bucket in self.layout.result_buckets if bucket.index not in block.emitted]),
+            untouched=_lacking(self.layout.trainable, block.touched),
+            absent=_lacking(self._results, block.emitted),
             splits=splits,
             compute_s=self.clock() - began,
             vectors=(*block.spent, block.host_vector),
@@ -403,7 +404,7 @@ class Engine:
         transfer.begin()
         with random_state(quick=not self._seeds_python) as state:
             tensors = task.tensors
-            if self.copies(tensors):
+            if not task.own and self.copies(tensors):
                 tensors = [tensor.clone() for tensor in tensors]
             batches = leaves_of(task.structure, tensors, task.samples, task.packed)
             for index, (samples, batch) in enumerate(batches):
@@ -709,6 +710,11 @@ class _Values(NamedTuple):
             zip(before.places, before.sums.tolist(), strict=True),
         )
         return [index for index, (one, other) in enumerate(zip(told, was, strict=True)) if one != other]
+
+
+def _lacking(among: Sequence[int], there: set[int]) -> tuple[int, ...]:
+    """Those of ``among`` that are not there."""
+    return () if len(there) == len(among) else tuple([index for index in among if index not in there])
 
 
 class _AgainOtherwise(Exception):

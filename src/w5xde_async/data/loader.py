@@ -86,12 +86,14 @@ class BlockData(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The data of one block as it was read: see BlockData. ``tensors`` are not to be written."""
+    """The data of one block as it was read: see BlockData. ``tensors`` are not to be written, but by who has them
+    alone (``own``)."""
 
     structure: bytes
     packed: bool
     samples: tuple[int, ...]
     tensors: list[Tensor]
+    own: bool = False
 
 
 @dataclass(slots=True)
@@ -407,7 +409,7 @@ class Loader:
         read = self._ahead.pop((plan.step, 0), None)
         if not isinstance(read, Read):
             read = self._gathered(plan, plan.num_leaves, plan.indices)
-        return Batch(read.structure, True, plan.leaf_sizes(*block), list(read.tensors))
+        return Batch(read.structure, True, plan.leaf_sizes(*block), list(read.tensors), own=True)
 
     def awaits(self, step: int, block: Block) -> bool:
         """Whether a block that was asked for is still being read."""

@@ -385,11 +385,11 @@ class InPlace:
                     engine.load(range(len(engine.layout.buckets)))
                     self._version = plan.step
                 tensors = batch.tensors
-                if not engine.copies(tensors):  # a step may write into its batch
+                if not batch.own and not engine.copies(tensors):  # a step may write into its batch
                     tensors = [tensor.clone() for tensor in tensors]
                 task = Task(
                     step=plan.step, start=block.start, samples=batch.samples, loss_scale=self._rule.loss_scale,
-                    structure=batch.structure, packed=batch.packed, tensors=tensors,
+                    structure=batch.structure, packed=batch.packed, tensors=tensors, own=batch.own,
                 )  # fmt: skip
                 computed = engine.compute(task, _nowhere)
             kept = [read() for read in _READ] == settings
