@@ -94,19 +94,21 @@ async def test_through_a_lossy_codec_results_that_are_larger_than_usual_are_told
     assert found.false_alarms == 0
 
 
-@pytest.mark.parametrize(("usual_between", "told"), [(0, 1), (8, 1), (12, 0)])
+@pytest.mark.parametrize(("first", "usual_between", "told"), [(0, 0, 1), (0, 8, 1), (0, 12, 0), (1000, 0, 1)])
 def test_many_results_that_are_larger_than_usual_are_told_of_once_where_they_are_many_of_all(
-    usual_between: int, told: int
+    first: int, usual_between: int, told: int
 ):
+    """Also where a worker was honest for long, but for one that was larger."""
     warned: list[str] = []
     verified = object.__new__(verification.Verification)
     verified._unusual = {}
     verified._context = SimpleNamespace(phase=SimpleNamespace(warn=warned.append))  # type: ignore[assignment]
     grant, session = SimpleNamespace(worker="w", step=3), SimpleNamespace(name="w")
     block: Any = SimpleNamespace(grant=grant, session=session)
-    for _ in range(100):
+    for number in range(100):
         verified._tell_of_unusual_ones(block)
-        verified._unusual["w"][1] += usual_between
+        if "w" in verified._unusual:
+            verified._unusual["w"][1] += usual_between if number else first
     assert len(warned) == told
     assert all(text.startswith("16 of ") for text in warned)
 

@@ -156,9 +156,8 @@ class Verification:
         self._draws = False  # random numbers are in this run's blocks, by more than one word
         self._disputes: dict[str, set[str]] = {}  # member -> members of its kind that computed something else
         self._strikes: dict[str, int] = {}  # worker -> results in a row that were larger than can be
-        self._unusual: dict[
-            str, list[int]
-        ] = {}  # worker -> results larger than usual that counted; all since the first
+        # Worker -> results larger than usual that counted, and all that did since the first of them.
+        self._unusual: dict[str, list[int]] = {}
         self._vanished: dict[str, int] = {}  # worker -> results that were next to nothing, of those looked at
         roles = {group.role for group in self._layout.groups} & {"grad", "mean"}
         self._gates = {} if gate is None else {role: BlockGate(gate) for role in sorted(roles)}
@@ -683,7 +682,9 @@ class Verification:
         """One more that is larger than usual, and counts: nobody can tell it from what a codec has left out before."""
         counts = self._unusual.setdefault(block.grant.worker, [0, 0])
         counts[:] = unusual, among = counts[0] + 1, counts[1] + 1
-        if unusual == _MANY_UNUSUAL and unusual >= _UNUSUAL_SHARE * among:
+        if unusual == _MANY_UNUSUAL and unusual < _UNUSUAL_SHARE * among:
+            del self._unusual[block.grant.worker]  # they are counted anew: it may begin to lie now
+        elif unusual == _MANY_UNUSUAL:
             self._context.phase.warn(
                 f"{unusual} of {among} results of worker {block.session.name!r} "
                 f"were larger than usual, the last for step {block.grant.step}: they count, since they are not ten "
