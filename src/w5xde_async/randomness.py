@@ -62,22 +62,34 @@ class random_state:
     """Hold the process's random state alone; it is put back at the end (the device's own is not).
 
     ``quick`` is for holders that expect nobody to draw from ``random`` or numpy: it costs a tenth, and where somebody
-    drew after all, numpy's spare gaussian is lost.
+    drew after all, numpy's spare gaussian is lost. With ``spans`` it is held for several of those, one after the other,
+    each of which seeds what it draws from: torch's state is put back at the end of this one alone.
 
     >>> with random_state() as state:
     ...     seed_all(1)
     """
 
-    def __init__(self, *, quick: bool = False) -> None:
-        self._quick = quick
+    _spanning: random_state | None = None  # the one that does, of the thread that has the turn
+
+    def __init__(self, *, quick: bool = False, spans: bool = False) -> None:
+        self._quick, self._spans = quick or spans, spans
+        self._python: tuple[Any, ...]
+        self._raw: bytes | None
+        self._numpy: Any
 
     def __enter__(self) -> Self:
         _TURN.acquire()
+        self._same = False
+        self._around = outer = random_state._spanning if self._quick else None
+        if outer is not None:  # whoever draws from these two puts them back
+            self._python, self._raw, self._numpy = outer._python, outer._raw, outer._numpy
+            return self
         self.torch_state = torch.default_generator.get_state()
         self._python = _raw_python() if self._quick else random.getstate()
         self._raw = _raw_numpy() if self._quick else None
-        self._numpy: Any = np.random.get_state() if self._raw is None else None
-        self._same = False
+        self._numpy = np.random.get_state() if self._raw is None else None
+        if self._spans:
+            random_state._spanning = self
         return self
 
     def unmoved(self) -> bool:
@@ -90,7 +102,11 @@ class random_state:
         return self._same
 
     def __exit__(self, *_: object) -> None:
-        torch.default_generator.set_state(self.torch_state)
+        if self._around is None:
+            torch.default_generator.set_state(self.torch_state)
+        if self._spans and self._around is None:
+            random_state._spanning = None
+            self.unmoved()
         if not self._same:
             random.setstate(_of_raw(self._python) if isinstance(self._python[0], bytes) else self._python)
             if self._raw is None:

@@ -147,7 +147,7 @@ async def measured(
             samples, steps = samples + event.samples, steps + 1
             committed.set()
 
-    bus.subscribe(see)
+    bus.subscribe(see, prompt=False)
 
     async def rate(coordinator: Coordinator, count: int) -> float:
         async with asyncio.timeout(_PATIENCE_S):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec import structs
@@ -20,6 +22,7 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from w5xde_async.coordinator.durability.checkpointing import Checkpointing
 from w5xde_async.coordinator.parameters import aggregator
 from w5xde_async.coordinator.parameters.owner import ParameterOwner
 from w5xde_async.coordinator.run import run
@@ -93,11 +96,11 @@ def it_is_always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def trained(
     made: Job, *, workers: int = 1, pacing: PacingConfig = SHORT, run_dir: Path | None = None,
-    events: list[Event] | None = None, **config: Any,
+    events: list[Event] | None = None, prompt: bool = True, **config: Any,
 ) -> RunResult:  # fmt: skip
     given, bus = settings(min_workers=workers, pacing=pacing, **config), Bus()
     if events is not None:
-        bus.subscribe(events.append)
+        bus.subscribe(events.append, prompt=prompt)
     async with Coordinator(made, run_dir=run_dir, config=given, bus=bus) as coordinator:
         running = [
             asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run())
@@ -170,10 +173,91 @@ def like_a_plain_loop(made: Job, result: RunResult, events: list[Event]) -> None
 
 
 @pytest.mark.parametrize("make", [jobs.mlp_adamw, jobs.cnn_sgd, jobs.odd, jobs.accumulated, jobs.fp16, jobs.metrics])
-async def test_steps_in_a_row_are_each_what_it_is_by_itself(make: Callable[[], Job], rows: list[int]) -> None:
+@pytest.mark.parametrize("prompt", [True, False], ids=["each is told of", "all are told of"])
+async def test_steps_in_a_row_are_each_what_it_is_by_itself(
+    make: Callable[[], Job], prompt: bool, rows: list[int]
+) -> None:
     events: list[Event] = []
     made = short(make)
-    like_a_plain_loop(made, await trained(made, events=events), events)
+    like_a_plain_loop(made, await trained(made, events=events, prompt=prompt), events)
+    assert max(rows) > 8
+
+
+class Draws(nn.Module):
+    """From sources of the process, in every step or in some."""
+
+    def __init__(self, sources: str, seldom: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        self.sources, self.seldom = sources, seldom
+
+    def forward(self, images: Tensor) -> Tensor:
+        noise = 0.0
+        if not self.seldom or float(images.sum()) % 1.0 < 0.2:
+            noise += float(torch.rand(())) if "torch" in self.sources else 0.0
+            noise += random.random() + random.gauss(0, 1) if "python" in self.sources else 0.0
+            noise += np.random.rand() + np.random.randn() if "numpy" in self.sources else 0.0
+        out: Tensor = self.inner(images + 0.1 * noise)
+        return out
+
+
+@pytest.mark.parametrize("seldom", [False, True])
+@pytest.mark.parametrize("sources", ["torch", "python", "numpy", "torch python numpy"])
+async def test_what_steps_in_a_row_draw_is_theirs_and_nobody_elses(sources: str, seldom: bool, rows: list[int]) -> None:
+    """Numbers that the rest of the program draws between them are those that it would draw without them."""
+    made = short(jobs.mlp_adamw, model=lambda: Draws(sources, seldom))
+    events: list[Event] = []
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    result = await trained(made, events=events, prompt=False)
+    assert random.getstate() == before[0]
+    assert all(np.array_equal(now, was) for now, was in zip(np.random.get_state()[1:3], before[1][1:3], strict=True))
+    assert torch.equal(torch.get_rng_state(), before[2])
+    like_a_plain_loop(made, result, events)
+    assert max(rows) > 8
+
+
+async def test_who_is_told_of_each_step_in_a_row_draws_other_numbers_each_time(rows: list[int]) -> None:
+    drawn: list[tuple[float, ...]] = []
+    events = Heard(lambda event: drawn.append((random.random(), float(torch.rand(())), np.random.rand())))
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    await trained(short(jobs.mlp_adamw), events=events)
+    assert max(rows) > 8
+    assert len(drawn) == STEPS
+    for source in zip(*drawn, strict=True):
+        assert len(set(source)) == STEPS
+
+
+class Heard(list[Event]):
+    """Events, of which each step is given to ``see``, too."""
+
+    def __init__(self, see: Callable[[StepCommitted], object]) -> None:
+        super().__init__()
+        self.see = see
+
+    def append(self, event: Event) -> None:
+        super().append(event)
+        if isinstance(event, StepCommitted):
+            self.see(event)
+
+
+async def test_steps_in_a_row_are_told_of_in_the_order_of_all_that_happens(rows: list[int]) -> None:
+    """Whatever else is told meanwhile comes after the steps before it."""
+    events: list[Event] = []
+    made = short(jobs.mlp_adamw, evaluate=lambda model: {"one": 1.0}, evaluate_every=11)
+    await trained(made, events=events, prompt=False)
+    at = 0
+    for event in events:
+        if isinstance(event, StepCommitted):
+            assert event.step == at + 1
+            at = event.step
+        elif isinstance(event, Evaluated):
+            assert event.step <= at
+    assert at == STEPS
     assert max(rows) > 8
 
 
@@ -233,6 +317,19 @@ async def test_a_row_of_steps_ends_where_a_checkpoint_is_copied(
         asyncio.get_running_loop().call_soon(turned.set)
         return submit(self, lambda: (turned.wait(), call())[1])
 
+    several, on_commit, saving = SyncTraining._make_several, Checkpointing.on_commit, set[Checkpointing]()
+
+    def note(self: Checkpointing, commit: Any, tasks: asyncio.TaskGroup) -> None:
+        saving.add(self)
+        on_commit(self, commit, tasks)
+
+    async def when_saved(self: SyncTraining, here: InPlace) -> bool:
+        for one in saving:  # however slow the disk is: none is copied while another is written
+            await one.settle()
+        return await several(self, here)
+
+    monkeypatch.setattr(Checkpointing, "on_commit", note)
+    monkeypatch.setattr(SyncTraining, "_make_several", when_saved)
     monkeypatch.setattr(ParameterOwner, "submit", late)
     made = short(jobs.mlp_adamw)
     await trained(made, run_dir=tmp_path, checkpoint_every=7, keep_checkpoints=STEPS)
@@ -274,9 +371,9 @@ async def test_a_row_of_steps_ends_before_one_that_somebody_has_begun(
     """Its leases may have been given ahead."""
     for_here, make, made_here, begun = SyncTraining._for_here, SyncTraining._make_here, list[int](), list[int]()
 
-    async def note(self: SyncTraining, here: InPlace) -> Any:
+    def note(self: SyncTraining, here: InPlace, plan: StepPlan) -> Any:
         version = self.version
-        applied = await make(self, here)
+        applied = make(self, here, plan)
         made_here.extend(range(version, self.version))
         if applied is not None and not begun and self.version in self.ledger.open_steps:
             begun.append(self.version)
@@ -313,11 +410,12 @@ class FailsOnce(torch.optim.SGD):
         return super().step(closure)
 
 
-async def test_an_update_that_fails_in_a_row_of_steps_names_its_own(rows: list[int]) -> None:
+@pytest.mark.parametrize("prompt", [True, False])
+async def test_an_update_that_fails_in_a_row_of_steps_names_its_own(prompt: bool, rows: list[int]) -> None:
     FailsOnce.left, events = 47, list[Event]()
     made = short(jobs.mlp_sgd, optimizer=lambda model: FailsOnce(model.parameters(), lr=0.1))
     with pytest.raises(UpdateFailed, match="the update broke") as raised:
-        await trained(replace(made, max_steps=500), events=events)
+        await trained(replace(made, max_steps=500), events=events, prompt=prompt)
     assert raised.value.step == 46
     assert max(event.step for event in events if isinstance(event, StepCommitted)) == 46
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,6 +126,54 @@ def test_the_state_is_put_back_even_after_an_error() -> None:
 
     with pytest.raises(KeyError):
         work()
+    assert sequence() == expected
+
+
+@pytest.mark.parametrize("source", ["none", *DRAWS])
+def test_what_is_held_for_several_is_put_back_at_its_end(source: str) -> None:
+    """Each of them finds ``random`` and numpy as they were before all of them."""
+
+    def state() -> tuple[Any, ...]:
+        key = np.random.get_state()
+        return random.getstate(), key[1].tolist(), key[2]
+
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    before, draw = (*state(), torch.get_rng_state().tolist()), DRAWS.get(source, lambda: None)
+    with random_state(spans=True):
+        for number in range(4):
+            with random_state(quick=True) as one:
+                seed_all(number, python=False)
+                assert state() == before[:3]
+                assert one.unmoved()
+                if number == 2:
+                    draw()
+                assert one.unmoved() == (number != 2 or source in ("none", "torch"))
+            assert state() == before[:3]
+            with random_state() as whole:  # who expects draws has it as ever
+                seed_all(number + 9)
+                torch.rand(1)
+                assert not whole.unmoved()
+            assert state() == before[:3]
+    assert (*state(), torch.get_rng_state().tolist()) == before
+    with random_state(quick=True):  # what is held no longer counts no longer
+        random.random()
+    assert state() == before[:3]
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_who_draws_while_it_is_held_for_several_changes_nothing_for_others(draw: Callable[[], object]) -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    expected = sequence()
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    with suppress(KeyError), random_state(spans=True):
+        draw()
+        raise KeyError
     assert sequence() == expected
 
 

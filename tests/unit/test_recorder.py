@@ -12,13 +12,17 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.events import committed
 
 from w5xde_async.errors import StoreError
 from w5xde_async.store.filesystem import FencedFilesystem, Filesystem
 from w5xde_async.telemetry.events import Evaluated, Event, RunStarted, StepCommitted, Warned
 from w5xde_async.telemetry.recorder import Recorder
-from w5xde_async.telemetry.records import number, to_line
+from w5xde_async.telemetry.records import dated_line, number, to_line, to_record
 
 
 def step(number: int, loss: float = 0.5) -> StepCommitted:
@@ -67,6 +71,29 @@ def test_a_line_is_what_json_says_in_ascii(value: object) -> None:
     assert line.startswith('{"event": "step", "value": ')
     assert json.loads(line) == {"event": "step", "value": value}
     assert math.copysign(1, json.loads(line)["value"]) == math.copysign(1, value) if isinstance(value, float) else True
+
+
+_NUMBERS = st.one_of(
+    st.floats(), st.integers(), st.none(), st.floats().map(np.float64), st.floats(width=32).map(np.float32)
+)
+
+
+@given(
+    numbers=st.lists(_NUMBERS, min_size=4, max_size=4),
+    metrics=st.dictionaries(
+        st.one_of(st.text(), st.sampled_from(["null", "\ud800", "a\x00"]), st.integers()), _NUMBERS
+    ),
+    step=st.integers(),
+)
+def test_a_steps_line_is_that_of_its_record(numbers: list[Any], metrics: dict[Any, Any], step: int) -> None:
+    loss, norm, rate, staleness = numbers
+    event = committed(
+        step, loss=loss, gradient_norm=norm, learning_rate=rate, staleness=staleness, metrics=metrics,
+        phases_s={"wait": 0.0, "apply": loss},
+    )  # fmt: skip
+    line = dated_line(event, 1.23456)
+    assert line == to_line({"time": 1.235, **to_record(event)})
+    assert json.loads(line)["event"] == "step_committed"
 
 
 def test_lines_go_where_the_files_name_is_when_its_folder_is_moved(tmp_path: Path) -> None:

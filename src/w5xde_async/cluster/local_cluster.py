@@ -86,7 +86,7 @@ class LocalCluster:
             job, run_dir=self._run_dir, config=self._config, bus=self._bus, job_reference=reference,
             runtime=self._runtime,
         )  # fmt: skip
-        self._unsubscribe = self._bus.subscribe(self._on_event)
+        self._unsubscribe = self._bus.subscribe(self._on_event, prompt=False)
         try:
             await self._coordinator.start()
             self._workers = self._make_workers()

@@ -120,8 +120,8 @@ def _prepare(
         from w5xde_async.store.rundir import Superseded
 
         bus = Bus()
-        bus.subscribe(progress)
-        bus.subscribe(workers.heard)
+        bus.subscribe(progress, prompt=False)
+        bus.subscribe(workers.heard, prompt=False)
         coordinator = Coordinator(
             job, run_dir=run_dir, name=settings.name or "", config=config, bus=bus, job_reference=reference,
             settings=to_mapping(settings),

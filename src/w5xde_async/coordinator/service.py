@@ -504,7 +504,7 @@ class Coordinator:
             self._recorder = Recorder(
                 path, resumed_step=resume.step, replayed=resume.replayed, wall=wall, filesystem=filesystem
             )
-            self.bus.subscribe(self._recorder)
+            self.bus.subscribe(self._recorder, prompt=False)
         await self._outputs.open(access, self._settings or config.shown(), resume.step)
         self._began = self._runtime.clock()
         self.bus.publish(self._started(prepared))

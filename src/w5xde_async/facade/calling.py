@@ -183,7 +183,7 @@ def shown(bus: Bus, mode: LogMode, *, join: Callable[[], str], words: Words, res
             where = wording.place(event.run_dir)
             tell(f"goes on from step {event.resumed_step:,} of the run in {where} (resume={resume!r}; {again})")
 
-    unsubscribe = bus.subscribe(show)
+    unsubscribe = bus.subscribe(show, prompt=False)
     handler = progress.handler()
     handler.setFormatter(words.formatter())
     try:

@@ -5,12 +5,15 @@ named in a warning: telemetry never stops training. An event is built only when 
 what is measured at intervals (``Sample``) only when somebody has asked for it (``bus.sampled``). Subscribers are
 called on the event loop's thread and must return at once; whoever writes to a disk or a network hands the event to a
 thread of its own.
+
+Short steps come thousands a second. Where every subscriber has said that this will do, those that were made in one
+turn of the loop are told of together, at its end.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from w5xde_async.users_code import users_code
@@ -446,6 +449,8 @@ class Bus:
         self._log_warnings = log_warnings
         self._subscribers: list[Subscriber] = []
         self._samplers: list[Subscriber] = []  # those of them that take samples too
+        self._prompt: list[Subscriber] = []  # and those that are told of everything at once
+        self._pending: list[Event] = []  # what the others have not been told of yet
 
     @property
     def active(self) -> bool:
@@ -457,29 +462,57 @@ class Bus:
         """True when somebody has asked for samples."""
         return bool(self._samplers)
 
-    def subscribe(self, subscriber: Subscriber, *, samples: bool = False) -> Callable[[], None]:
+    @property
+    def prompt(self) -> bool:
+        """True when somebody is to be told of every event before anything else is done."""
+        return bool(self._prompt)
+
+    def subscribe(self, subscriber: Subscriber, *, samples: bool = False, prompt: bool = True) -> Callable[[], None]:
         """Add a subscriber; the result removes it again (calling it twice is fine).
 
-        With ``samples`` it is also given every ``Sample``: some per worker and second.
+        With ``samples`` it is also given every ``Sample``: some per worker and second. Without ``prompt`` it may be
+        told of a step when others have followed: in the same order, and in the same turn of the event loop.
         """
+        self.deliver()
         self._subscribers.append(subscriber)
         if samples:
             self._samplers.append(subscriber)
+        if prompt:
+            self._prompt.append(subscriber)
         return lambda: self._remove(subscriber)
 
     def publish(self, event: Event) -> None:
         """Give ``event`` to every subscriber; one that raises is dropped, loudly."""
+        self.deliver()
         if self._log_warnings and isinstance(event, Warned):
             logger.warning("%s", event.text)
-        for subscriber in tuple(self._samplers if isinstance(event, Sample) else self._subscribers):
+        self._give([event], self._samplers if isinstance(event, Sample) else self._subscribers)
+
+    def publish_later(self, event: Event) -> None:
+        """``publish``, with the next event or by ``deliver``, which follows; at once where somebody is ``prompt``."""
+        if self._prompt:
+            self.publish(event)
+        else:
+            self._pending.append(event)
+
+    def deliver(self) -> None:
+        """Give everybody what was to be given later."""
+        if self._pending:
+            pending, self._pending = self._pending, []
+            self._give(pending, self._subscribers)
+
+    def _give(self, some: Sequence[Event], subscribers: Sequence[Subscriber]) -> None:
+        for subscriber in tuple(subscribers):
+            event = some[0]
             try:
                 with users_code():
-                    subscriber(event)
+                    for event in some:
+                        subscriber(event)
             except Exception:
                 self._remove(subscriber)
                 logger.exception("telemetry subscriber removed after an error event=%s", type(event).__name__)
 
     def _remove(self, subscriber: Subscriber) -> None:
-        for subscribers in (self._subscribers, self._samplers):
+        for subscribers in (self._subscribers, self._samplers, self._prompt):
             if subscriber in subscribers:
                 subscribers.remove(subscriber)

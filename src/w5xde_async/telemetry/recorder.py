@@ -28,7 +28,7 @@ from w5xde_async.errors import StoreError
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.filesystem import Filesystem, is_at, regular
 from w5xde_async.telemetry.events import Event
-from w5xde_async.telemetry.records import SECRETS, number, read_records, to_line, to_record
+from w5xde_async.telemetry.records import dated_line, number, read_records, to_line
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Recorder:
                 dropped, self._dropped = self._dropped, 0
             if not pending and not dropped:
                 return
-            lines = [to_line({"time": round(when, 3), **to_record(event, omit=SECRETS)}) for when, event in pending]
+            lines = [dated_line(event, when) for when, event in pending]
             if dropped:
                 lines.append(to_line({"time": round(self._wall(), 3), "event": "dropped", "count": dropped}))
             try:

@@ -21,7 +21,7 @@ import msgspec
 
 from w5xde_async.errors import utf8
 from w5xde_async.store.filesystem import regular
-from w5xde_async.telemetry.events import Event
+from w5xde_async.telemetry.events import Event, StepCommitted
 
 #: Fields of events that may hold a secret: what is kept or passed on goes without them.
 SECRETS = ("worker_command", "dashboard_link")
@@ -44,6 +44,19 @@ def plain_fields(event: Event, *, omit: Collection[str] = ()) -> dict[str, objec
     return {name: plain_value(getattr(event, name)) for name in event.__dataclass_fields__ if name not in omit}
 
 
+def dated_line(event: Event, when: float) -> str:
+    """The event's record, less what is secret, with the time in seconds, as ``to_line`` has it."""
+    when = round(when, 3)
+    if type(event) is StepCommitted:  # its fields are as JSON has them, as long as its numbers are finite
+        with suppress(OverflowError, ValueError, TypeError):
+            data = msgspec.json.encode(event, enc_hook=str)
+            absent = (event.gradient_norm is None) + (event.staleness is None)
+            if data.isascii() and data.count(b"null") == absent:
+                name = _event_name("StepCommitted").encode()
+                return _spaced(b'{"time":%s,"event":"%s",%s' % (msgspec.json.encode(when), name, data[1:]))
+    return to_line({"time": when, **to_record(event, omit=SECRETS)})
+
+
 def read_records(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """Each record of ``metrics.jsonl``; lines that are torn or not ours are passed over. Blocking. Raises OSError.
 
@@ -64,8 +77,12 @@ def to_line(record: Mapping[str, object]) -> str:
     with suppress(OverflowError, ValueError):  # a number of more than 64 bits; what is not text
         data = msgspec.json.encode(record, enc_hook=str)  # a fifth of the time: a run may have thousands a second
         if data.isascii():
-            return msgspec.json.format(data, indent=0).decode() + "\n"
+            return _spaced(data)
     return json.dumps(record, allow_nan=False, default=str) + "\n"
+
+
+def _spaced(data: bytes) -> str:
+    return msgspec.json.format(data, indent=0).decode() + "\n"
 
 
 def number(value: object) -> float:

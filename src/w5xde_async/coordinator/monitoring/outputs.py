@@ -69,7 +69,7 @@ class Outputs:
         if self._config.trackers:
             folder = self._run_path or Path("runs")
             self._tracking = Tracking(self._config.trackers, folder)
-            self._leave.append(self._bus.subscribe(self._tracking, samples=True))
+            self._leave.append(self._bus.subscribe(self._tracking, samples=True, prompt=False))
         if self._config.dashboard:
             await self._open_dashboard(access, settings, resumed_step)
 
@@ -152,7 +152,7 @@ class Outputs:
         if dashboard.moved:
             self._notes.append(f"port {port} is taken: the dashboard is at {dashboard.address}")
         self._dashboard, self._link = dashboard, link
-        self._leave += [self._bus.subscribe(view, samples=True), self._bus.subscribe(metrics, samples=True)]
+        self._leave += [self._bus.subscribe(one, samples=True, prompt=False) for one in (view, metrics)]
         self._handler = LogHandler(view, loop.call_soon_threadsafe)
         logging.getLogger(_LOGGER).addHandler(self._handler)
 

@@ -93,6 +93,14 @@ class Committed(NamedTuple):
     phases_s: dict[str, float]
 
 
+class Broken(Exception):
+    """The update of ``step`` raised ``error``."""
+
+    def __init__(self, step: StepState, error: Exception) -> None:
+        self.step, self.error = step, error
+        super().__init__(str(error))
+
+
 class Aggregator(ParameterOwner):
     """Parameters and optimizer, and what the step under way has gathered. ``store`` has its sums."""
 
@@ -210,22 +218,22 @@ class Aggregator(ParameterOwner):
                 made = await self.submit(apply_small if self._small else away)
             applied, pieces = made
         except Exception as error:
-            raise await self._broke(step, error) from error
+            raise await self.broke(step, error) from error
         self._update_s = apply_s + encode_s
         self._store.clear()
         self.step = None
         seconds = {"wait": max(0.0, waited), "reduce": step.reduce_s, "apply": apply_s, "publish": encode_s}
         return Committed(step, applied, pieces, seconds)
 
-    async def commit_own(self, step: StepState, computed: ComputedBlock) -> Applied:
-        """Apply a step that was computed here as one block, in whose own memory it is divided. It waits for nothing and
-        nobody: to be called where ``is_quick``, and no code of somebody's own may draw. Raises as ``commit``."""
+    def commit_own(self, step: StepState, computed: ComputedBlock) -> Applied:
+        """Apply a step that was computed here as one block, in whose own memory it is divided: to be called where
+        ``is_quick``, and no code of somebody's own may draw. Raises Broken, for ``broke``."""
         began, absent = self._clock(), computed.absent
         present = [bucket not in absent for bucket in range(len(self._is_gradient))]
         try:
             applied = self._with_own_threads(lambda: self._apply(step, computed.vectors[-1], present))
         except Exception as error:
-            raise await self._broke(step, error) from error
+            raise Broken(step, error) from error
         self._update_s = self._clock() - began
         self.step = None
         return applied
@@ -233,6 +241,8 @@ class Aggregator(ParameterOwner):
     def _with_own_threads(self, apply: Callable[[], _T]) -> _T:
         """A small update is made with as many threads wherever it is made."""
         threads = torch.get_num_threads()
+        if threads == self._threads:
+            return apply()
         torch.set_num_threads(self._threads)
         try:
             return apply()
@@ -251,7 +261,7 @@ class Aggregator(ParameterOwner):
         failpoint("apply.after")
         return applied
 
-    async def _broke(self, step: StepState, error: Exception) -> UpdateFailed:
+    async def broke(self, step: StepState, error: Exception) -> UpdateFailed:
         """What is raised for an update that raised ``error``."""
         self.torn = not isinstance(error, SchedulerFailed)
         return await self._failed(step.plan.step, error)

@@ -21,7 +21,8 @@ import os
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.plan.numerics import EXACT
 from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.plan.tree import Block
-from w5xde_async.randomness import Claim
+from w5xde_async.randomness import Claim, random_state
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.users_code import Overdue, time_limit, users_code
 from w5xde_async.wire.messages import Done
@@ -318,6 +319,20 @@ class InPlace:
         if (batch := self._loader.gathered(plan)) is not None:
             self._batch = batch
         return batch is not None
+
+    @contextmanager
+    def row(self, *, holds: bool) -> Iterator[None]:
+        """Steps that are computed in it follow each other at once, and what each of them would set and put back is set
+        once. ``holds``: also the random state. Nothing may be waited for in it."""
+        assert self._kind is not None
+        threads = torch.get_num_threads()
+        with ExitStack() as stack:
+            if holds and stack.enter_context(self._claim()):
+                stack.enter_context(random_state(spans=True))
+            if threads != self._kind.threads:
+                torch.set_num_threads(self._kind.threads)
+                stack.callback(torch.set_num_threads, threads)
+            yield
 
     def compute(self, plan: StepPlan) -> ComputedBlock | None:
         """The whole step. None where it is to be computed by workers after all. ``lend`` follows."""

@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from w5xde_async.coordinator.memory_bound import most_held
-from w5xde_async.coordinator.parameters.aggregator import Aggregator, StepState
+from w5xde_async.coordinator.parameters.aggregator import Aggregator, Broken, StepState
 from w5xde_async.coordinator.parameters.delta_publisher import CatchUp, DeltaPublisher
 from w5xde_async.coordinator.parameters.publisher import LivePublisher, Piece, Publisher
 from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
@@ -350,14 +350,21 @@ class SyncTraining:
             return False
         first, changed, context = self.version, set[int](), self.context
         now = context.clock()
-        ends = now + _TURN_S
+        ends, plan = now + _TURN_S, self._next_here(here)
+        if plan is None:
+            return False
         try:
-            while (applied := await self._make_here(here)) is not None:
-                changed.update(applied.changed)
-                began, now = now, context.clock()
-                if now + (now - began) > ends:  # the next one would end later
-                    break
+            with here.row(holds=not context.bus.prompt):  # who is told of each step may draw
+                while plan is not None and (applied := self._make_here(here, plan)) is not None:
+                    changed.update(applied.changed)
+                    began, now = now, context.clock()
+                    if now + (now - began) > ends:  # the next one would end later
+                        break
+                    plan = self._next_here(here)
+        except Broken as broken:
+            raise await self.aggregator.broke(broken.step, broken.error) from broken.error
         finally:
+            context.bus.deliver()
             for step in range(first, self.version):
                 if step in self.ledger.open_steps:
                     self.ledger.close(step)
@@ -371,10 +378,10 @@ class SyncTraining:
         failpoint("publish.after")
         return True
 
-    async def _make_here(self, here: InPlace) -> Applied | None:
-        """Make the current step. None where it is not one that ``_make_several`` makes, or the turn is over."""
-        clock, aggregator, awaited = self.context.clock, self.aggregator, self.context.hooks.awaited()
-        if not aggregator.is_quick or self.rule.may_draw or here.stands_for is None:
+    def _next_here(self, here: InPlace) -> StepPlan | None:
+        """The current step, whose data has been gathered. None where it is not one that ``_make_several`` makes."""
+        awaited = self.context.hooks.awaited()
+        if not self.aggregator.is_quick or self.rule.may_draw or here.stands_for is None:
             return None
         if self.lifecycle.ends or self.version >= self.total_steps or not (awaited is None or awaited.done()):
             return None
@@ -383,26 +390,32 @@ class SyncTraining:
                 return None
         elif not self._ordering.ready(self.version, self.total_steps):
             return None
-        began, plan = clock(), self.sampler.plan(self.version)
+        began, plan = self.context.clock(), self.sampler.plan(self.version)
         if not here.gathers(plan):
             return None
-        gathered = clock()
+        self._data_s += self.context.clock() - began
+        return plan
+
+    def _make_here(self, here: InPlace, plan: StepPlan) -> Applied | None:
+        """Make the current step. None where workers are to make it."""
+        clock = self.context.clock
+        began = clock()
         computed = here.compute(plan)
         if computed is None:
             return None
         done = clock()
         step = StepState(plan, [0.0] * plan.num_leaves, began)
         step.note(Block(0, plan.num_leaves), computed)
-        applied = await aggregator.commit_own(step, computed)
+        applied = self.aggregator.commit_own(step, computed)
         here.release(computed)
         self.version += 1
         self.phase.used(leaves=plan.num_leaves)
         contributions = self.context.history.contributions
         contributions.short_steps += 1
-        contributions.add_own(plan.num_leaves, plan.num_samples, done - gathered)
-        data_s, self._data_s = self._data_s + gathered - began, 0.0
+        contributions.add_own(plan.num_leaves, plan.num_samples, done - began)
+        data_s, self._data_s = self._data_s, 0.0
         phases_s = {"wait": 0.0, "reduce": 0.0, "apply": clock() - done, "publish": 0.0}
-        self._note(step, applied, phases_s | {"data": data_s, "compute": done - gathered})
+        self._note(step, applied, phases_s | {"data": data_s, "compute": done - began})
         return applied
 
     def _has_lease_here(self) -> bool:
@@ -526,6 +539,7 @@ class SyncTraining:
         failpoint("publish.after")
         phases_s["publish"] += self.context.clock() - began
         self._note(step, applied, phases_s)
+        self.context.bus.deliver()
 
     def _publish(self, pieces: Sequence[Piece]) -> None:
         """Tell every worker what became of its results and of the new version."""
@@ -581,7 +595,7 @@ class SyncTraining:
                 }  # fmt: skip
                 self.journal.append(self.version, step, event, self.phase.samples_applied, news)
             else:
-                self.context.bus.publish(event)
+                self.context.bus.publish_later(event)
                 failpoint("commit.after")
         if self.growing is not None and not applied.skipped:
             grown = self.growing.observe(plan, step.halves)

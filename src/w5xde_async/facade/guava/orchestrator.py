@@ -283,9 +283,9 @@ class Orchestrator:
                 progress = stack.enter_context(
                     shown(self.bus, mode, join=join, words=words, resume=settings.resume)
                 )  # fmt: skip
-                stack.callback(self.bus.subscribe(self._on_event))
+                stack.callback(self.bus.subscribe(self._on_event, prompt=False))
                 if config.log_step_every:
-                    stack.callback(self.bus.subscribe(_StepLog(progress, config.log_step_every)))
+                    stack.callback(self.bus.subscribe(_StepLog(progress, config.log_step_every), prompt=False))
                 await coordinator.start()
                 stack.push_async_callback(coordinator.aclose)
                 if self._awaited:  # asked before there was anybody to ask
