@@ -4,6 +4,7 @@ run ends where it would have ended."""
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,8 +20,8 @@ from w5xde_async.coordinator.run.run import Run
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.job import Job
-from w5xde_async.telemetry.events import Evaluated, Event
-from w5xde_async.telemetry.recorder import recorded
+from w5xde_async.telemetry.events import Evaluated, Event, StepCommitted
+from w5xde_async.telemetry.recorder import Recorder, recorded
 from w5xde_async.telemetry.records import to_line
 from w5xde_async.worker.executors.executor import Computed, HeldLease, Send
 from w5xde_async.worker.executors.in_place import InPlaceExecutor
@@ -115,6 +116,27 @@ async def test_the_step_under_way_is_not_committed_however_soon_an_evaluation_en
     )
     result = await train(lambda: made)
     assert result.step == AT
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "journal"])
+async def test_an_evaluation_is_recorded_before_the_next_step_counts(
+    durability: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a kill in that step, from which a journal resumes, would leave no trace of it."""
+    lines: list[dict[str, Any]] = []
+    monkeypatch.setattr(Recorder, "_write_on", lambda self: None)  # what is written is written because it must be
+    monkeypatch.setattr(
+        Recorder, "_append", lambda self, data: lines.extend(map(json.loads, data.decode().splitlines()))
+    )
+    found: dict[int, list[int]] = {}
+
+    class Heard(list[Event]):
+        def append(self, event: Event) -> None:
+            if isinstance(event, StepCommitted) and event.step % 3 == 1:
+                found[event.step] = [line["step"] for line in lines if line["event"] == "evaluated"]
+
+    await train(lambda: replace(job(), stop_when=None), run_dir=tmp_path, events=Heard(), durability=durability)
+    assert found == {1: [], 4: [3], 7: [3, 6], 10: [3, 6, 9]}
 
 
 async def test_a_stop_waits_for_no_evaluation_and_commits_nothing_beyond_it(tmp_path: Path) -> None:

@@ -309,6 +309,11 @@ class Coordinator:
         if self._training is not None:
             self._training.phase.lifecycle.fail(error)
 
+    def _write_records(self) -> None:
+        """Blocks: what was told stays told, whatever ends this process."""
+        if self._recorder is not None:
+            self._recorder.flush()
+
     def _sync_records(self) -> None:
         """Blocks: a checkpoint counts only when the lines of its steps are on the disk."""
         if self._recorder is not None:
@@ -494,7 +499,8 @@ class Coordinator:
             name=self.name, reference=self._reference, bus=self.bus, runtime=self._runtime
         )  # fmt: skip
         hooks = RunHooks(
-            before_save=self._sync_records, on_change=self._outputs.began, on_quarantine=self._keep_out
+            record=self._write_records, before_save=self._sync_records, on_change=self._outputs.began,
+            on_quarantine=self._keep_out,
         )  # fmt: skip
         self._run = run = Run(prepared, config, environment, journal=self._journal, hooks=hooks)
         if files is not None:

@@ -94,11 +94,13 @@ class Evaluation:
     def __init__(
         self, evaluator: Evaluator | None, steps: Steps, every: int | None, bus: Bus, thread: Executor,
         journal: JournalWriter | None = None, *, best_model: BestModel | None = None,
+        record: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None, on_error: Callable[[JobError], None] = lambda error: None,
     ) -> None:  # fmt: skip
         """``evaluator`` None: nothing is evaluated. ``every``: steps between two; None: after each epoch. ``on_end`` is
         called where ``stop_when`` finishes the run, ``on_error`` where the first evaluation lacks the metric that
-        ``best_model`` goes by: of no later one it could be told which is best.
+        ``best_model`` goes by: of no later one it could be told which is best. ``record`` writes down what was told,
+        and may block: where training waits for evaluations, none is lost by a kill after the next step.
 
         ``thread`` runs one call at a time; it belongs to this object. With a journal, metrics are told when their step
         is durable.
@@ -109,7 +111,7 @@ class Evaluation:
         self._evaluated_step = self.ended_at = -1
         self._complained: set[object] = set()
         self.best_model = best_model
-        self._on_end, self._on_error = on_end, on_error
+        self._record, self._on_end, self._on_error = record, on_end, on_error
         self._evaluating: asyncio.Task[None] | None = None
 
     @property
@@ -187,8 +189,13 @@ class Evaluation:
                 self._on_error(unknown)
                 return
             self._bus.publish(Warned(text=f"step {step}: {unknown}"))
+
+        def ends_it() -> bool:
+            self._record()
+            return evaluator.ends(metrics)
+
         try:
-            ends = await asyncio.get_running_loop().run_in_executor(self._thread, evaluator.ends, metrics)
+            ends = await asyncio.get_running_loop().run_in_executor(self._thread, ends_it)
         except Exception as error:
             self._complain("stop_when", error)
             return

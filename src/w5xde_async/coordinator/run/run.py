@@ -60,10 +60,12 @@ class RunEnvironment:
 class RunHooks:
     """What a run tells whoever owns it.
 
-    ``before_save`` runs before a checkpoint is written, in an executor. ``on_change`` is given the training of each
-    later phase, ``on_quarantine`` the name or id of a worker that was quarantined, and why.
+    ``record`` runs when an evaluation was told, and ``before_save`` before a checkpoint is written, in executors.
+    ``on_change`` is given the training of each later phase, ``on_quarantine`` the name or id of a worker that was
+    quarantined, and why.
     """
 
+    record: Callable[[], None] = lambda: None
     before_save: Callable[[], None] = lambda: None
     on_change: Callable[[Training], None] = lambda training: None
     on_quarantine: Callable[[str, str], None] = lambda name, reason: None
@@ -102,7 +104,7 @@ class Run:
             )  # fmt: skip
         self.evaluation = Evaluation(
             spec.evaluator, spec.steps, spec.job.evaluate_every, bus, environment.runtime.executor(1, "w5xde-evaluate"),
-            journal, best_model=best_model, on_end=self._end_early, on_error=self._fail,
+            journal, best_model=best_model, record=self._hooks.record, on_end=self._end_early, on_error=self._fail,
         )  # fmt: skip
         self._policy = CheckpointPolicy(
             store=None if files is None else files.checkpoints, every=config.checkpoint_every,
