@@ -243,6 +243,17 @@ async def test_an_address_that_is_not_ours_is_a_usage_error(host: str):
         await listen(host, 0, echo)
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+async def test_a_link_local_address_without_its_interface_is_told_what_it_lacks():
+    with pytest.raises(UsageError, match=r"cannot listen on .*needs its interface: fe80::1%eth0"):
+        await listen("fe80::1", 0, echo)
+
+
+async def test_an_interface_of_another_machine_is_named():
+    with pytest.raises(Unreachable, match=r"no interface 'faraway7'.*interface of this machine"):
+        await connect("fe80::1%faraway7", 5555, timeout_s=5)
+
+
 async def test_nobody_there():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from tests.support import forking
 
+from w5xde_async.cluster.worker_processes import PRESTARTED
 from w5xde_async.errors import ExitCode, UsageError
 from w5xde_async.process import (
     _SCHED_ATTR,
@@ -114,6 +115,20 @@ def test_a_stop_before_the_beginning_has_its_exit_code(what: str, last: str, tmp
         timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stderr.strip()) == (75, "early: stopped before it began")
+
+
+def test_an_interrupt_ends_a_worker_that_waits_for_its_coordinator_without_a_word() -> None:
+    """Which says itself that a signal has ended it."""
+    script = (
+        "import os, signal, w5xde_async.worker.__main__ as program\n"
+        "program._line = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"program.main(['{PRESTARTED}', '1'])"
+    )
+    done = subprocess.run(
+        [forking.PYTHON, "-c", script], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has no SIGUSR1")

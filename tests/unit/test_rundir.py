@@ -185,6 +185,12 @@ def test_where_nothing_can_be_put_beside_it_the_old_run_lies_inside(tmp_path: Pa
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run"]  # nothing is left of the attempt
 
 
+def test_what_stands_in_a_files_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run" / "run.json").mkdir(parents=True)
+    with pytest.raises(RunDirUnusable, match=r"cannot prepare the run directory: run\.json: Is a directory"):
+        RunDir.open(tmp_path / "run", resume=True)
+
+
 def test_another_failure_is_told_and_moves_nothing(tmp_path: Path) -> None:
     class Failing(Filesystem):
         def rename(self, source: Path, target: Path) -> None:
@@ -361,6 +367,7 @@ def test_places_that_cannot_hold_a_run(tmp_path: Path, monkeypatch: pytest.Monke
         b'{"run_id": "x", "term": 1}',
         b'{"run_id": 1, "term": 1}',
         b'{"run_id": "0123456789abcdef", "term": 9223372036854775808}',
+        b'{"run_id": "0123456789abcdef", "term": 9223372036854775807}',
     ],
 )
 def test_a_damaged_identity_is_not_guessed(tmp_path: Path, content: bytes) -> None:

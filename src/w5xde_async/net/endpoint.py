@@ -51,6 +51,7 @@ _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 _TLS_HINT = "compare both sides: TLS or --insecure, --tls-ca-file, --tls-cert; the coordinator's join file has it right"
 
+_ITS_OWN = "write the address with the interface of this machine that leads there"
 _NO_TLS = "WRONG_VERSION_NUMBER"  # in OpenSSL's words: what came is no record of TLS
 _DATES = (9, 10)  # of OpenSSL: not yet valid, expired
 
@@ -184,6 +185,9 @@ async def connect(
     except TimeoutError:
         raise Unreachable(peer, "the name did not resolve in time", timeout_s) from None
     except OSError as error:
+        scope = host.partition("%")[2]
+        if scope and not scope.isdigit() and scope not in [name for _, name in socket.if_nameindex()]:
+            raise Unreachable(peer, f"this machine has no interface {scope!r}", timeout_s, advice=_ITS_OWN) from None
         raise Unreachable(peer, f"the name does not resolve: {ended_by(error)}", timeout_s) from None
     except UnicodeError:
         raise Unreachable(peer, "the name does not resolve: it is no host name", timeout_s) from None
@@ -566,7 +570,9 @@ def _bind(family: socket.AddressFamily, address: Any, host: str, port: int, back
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(host or "*", port) from None
         where = format_address(host or "*", port) if port else host or "*"
-        raise UsageError(f"cannot listen on {where}: {ended_by(error)}") from None
+        lacking = error.errno == errno.EINVAL and host.lower().startswith("fe80:") and "%" not in host
+        reason = f"a link-local address needs its interface: {host}%eth0" if lacking else ended_by(error)
+        raise UsageError(f"cannot listen on {where}: {reason}") from None
     return sock
 
 

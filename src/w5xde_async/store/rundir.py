@@ -48,6 +48,7 @@ _CONTENT = (
 )  # fmt: skip
 #: Where the directory is a volume of its own, or what it lies in belongs to somebody else.
 _NOT_BESIDE = (errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)
+_MOST_TERM = (1 << 63) - 1  # which a message can still carry: the next one is handed out
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -125,7 +126,9 @@ class RunDir:
                 set_aside = None if resume else _set_aside(path, filesystem)
                 return cls(path, lock, filesystem, resume=resume, set_aside=set_aside, new_run_id=new_run_id)
             except OSError as error:
-                raise RunDirUnusable(str(path), f"cannot prepare the run directory: {explain(error)}") from error
+                where = Path(str(error.filename)).name if error.filename else ""
+                reason = f"{where}: {explain(error)}" if where and where != path.name else explain(error)
+                raise RunDirUnusable(str(path), f"cannot prepare the run directory: {reason}") from error
         except BaseException:
             filesystem.unlock(lock)
             lock.close()
@@ -186,7 +189,7 @@ class RunDir:
             if not isinstance(content, dict):
                 raise ValueError("it says nothing of a run")
             run_id, term = content["run_id"], content["term"]
-            if not _RUN_ID.fullmatch(run_id) or type(term) is not int or not 0 <= term < 1 << 63:
+            if not _RUN_ID.fullmatch(run_id) or type(term) is not int or not 0 <= term < _MOST_TERM:
                 raise ValueError("values out of range")
         except (ValueError, KeyError, TypeError) as error:
             reason = f"is damaged ({error}); start with --resume never to set this run aside"

@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
     spin_briefly()
     given = sys.argv[1:] if arguments is None else arguments
     if list(given[-2:-1]) == [PRESTARTED]:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the coordinator says what came of it
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         given = _prestarted(given[:-2])
     return launch(
         _kind, given, prog=prog, prepare=partial(_prepare, given), ends=_WARNINGS, exit_on_drain=ExitCode.DRAINED

@@ -182,7 +182,10 @@ def _replay(
         if record is None:
             raise CheckpointCorrupt(str(directory.journal_path), "there is a journal but no checkpoint to begin at")
         if journal.newest_term < directory.term:
-            reason = f"its newest segment is of term {journal.newest_term}, the last start was term {directory.term}"
+            newest = (
+                f"its newest segment is of term {journal.newest_term}" if journal.newest_term else "it has no segment"
+            )
+            reason = f"{newest}, the last start was term {directory.term}"
             raise CheckpointCorrupt(str(directory.journal_path), f"{reason}: segments are missing")
         directory.not_before(journal.newest_term)
         point = _apply_all(spec, strategy, point, journal, position, replay, notes)
