@@ -240,6 +240,7 @@ def test_why_a_worker_waits():
         ledger=ledger, roster=SimpleNamespace(sessions=sessions), phase=SimpleNamespace(begun=False, min_workers=2),
         context=SimpleNamespace(config=settings(min_workers=2, credit_bytes=10)),
         scheduler=SimpleNamespace(unread=set()), computes_here=False, takes_place_of=lambda session: False,
+        version=0, total_steps=2,
     )  # fmt: skip
     member = Member(
         worker_id="a", name="name-a", peer="p", device="cpu", threads=1, incarnation=1, joined_at=0.0, last_seen=0.0
@@ -276,6 +277,11 @@ def test_why_a_worker_waits():
     assert reason() == "the update of step 1"
     training.computes_here = True
     assert reason() == "steps that are worth sending: the coordinator computes these itself"
+    training.ledger = Ledger()  # in which nothing need be opened then
+    assert reason() == "steps that are worth sending: the coordinator computes these itself"
+    training.version = training.total_steps
+    assert reason() == "the end of the run"
+    training.ledger, training.version = ledger, 0
     training.computes_here, training.takes_place_of = False, lambda session: session is sessions["a"]
     assert reason() == "leaves that are worth sending: the coordinator computes its part itself"
     member.standing = Standing.LATE

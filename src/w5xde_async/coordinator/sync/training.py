@@ -170,6 +170,10 @@ class SyncTraining:
         """Commit steps until the end, a stop or a failure (which is raised)."""
         self._last_commit = self.context.clock()
         while self.version < self.total_steps and not self.lifecycle.stopping:
+            here = self._goes_on_here
+            if here is not None and await self._make_several(here):
+                await asyncio.sleep(0)  # whatever else there is to do
+                continue
             if self.version not in self.ledger.open_steps:
                 # Nothing of this step is leased yet, so nothing can come of it while its order is being computed.
                 await self._ordering.wait(self.version, self.total_steps)
@@ -329,6 +333,13 @@ class SyncTraining:
             return None
         return self._in_place if self.computes_here and not self.verification.holding else None
 
+    @property
+    def _goes_on_here(self) -> InPlace | None:
+        """What made the last step, where the current one is to be made as it was: it was opened for nobody."""
+        if self.version in self.ledger.open_steps or self.verification.holding or not self.computes_here:
+            return None
+        return self._in_place
+
     def _compute_here(self, in_place: InPlace) -> bool:
         """Compute the current step here. False where that has failed."""
         began = self.context.clock()
@@ -343,8 +354,9 @@ class SyncTraining:
 
     async def _make_several(self, here: InPlace) -> bool:
         """Make steps here, one after the other, for as long as a turn of the event loop may last, where nothing of them
-        has to be waited for. Nobody is told of what lies between them, and nothing is kept of it for workers. False
-        where not even one was made: the step under way is made as others are.
+        has to be waited for. Nobody is told of what lies between them, nothing is kept of it for workers, and what
+        follows is opened where workers are to have it. False where not even one was made: the step under way is made
+        as others are.
         """
         if self._encodes or self.growing is not None:  # every step is sent, or looked at
             return False
@@ -372,8 +384,6 @@ class SyncTraining:
         if self.version == first:
             return False
         failpoint("publish.before")
-        self._open_steps()
-        self._receive()
         self._publish(self.publisher.advance(sorted(changed)))
         failpoint("publish.after")
         return True
@@ -627,9 +637,11 @@ class SyncTraining:
 
     def takes_work(self, worker: str, does: bool) -> None:
         self.scheduler.takes_work(worker, does)
-        in_place, steps = self._in_place, self.ledger.open_steps
-        if does and in_place is not None and in_place.stands_for is not None and steps:
-            leaves = self.ledger.num_leaves(steps[0])
+        in_place, version = self._in_place, self.version
+        if not does or in_place is None or in_place.stands_for is None or version >= self.total_steps:
+            return
+        if self._ordering.ready(version, self.total_steps):
+            leaves = self.sampler.plan(version).num_leaves
             in_place.comes_beside(leaves, self.pacing.whole_step_s(in_place.stands_for.worker_id, leaves))
 
     def schedule(self, only: str | None = None) -> None:

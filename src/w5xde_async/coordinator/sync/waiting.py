@@ -22,10 +22,10 @@ def reason_to_wait(training: SyncTraining, session: Session, member: Member) -> 
     if not training.phase.begun:
         return f"workers: the run begins with {training.phase.min_workers}"
     steps = training.ledger.open_steps
+    if training.computes_here and training.version < training.total_steps:
+        return "steps that are worth sending: the coordinator computes these itself"
     if not steps:
         return "the end of the run"
-    if training.computes_here:
-        return "steps that are worth sending: the coordinator computes these itself"
     if training.takes_place_of(session):
         return "leaves that are worth sending: the coordinator computes its part itself"
     held = training.ledger.held(member.worker_id)
