@@ -450,8 +450,9 @@ def _load(reference: str, target: str, attribute: str) -> Job:
     module = _import_file(reference, Path(target)) if target.endswith(".py") else _import_module(reference, target)
     found = module
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-        if found is None:
+        try:
+            found = getattr(found, part)
+        except AttributeError:
             # Jobs and functions of its own, not what it imports; those that are spelled alike first.
             names = [
                 name
@@ -462,10 +463,12 @@ def _load(reference: str, target: str, attribute: str) -> Job:
             ]
             alike = difflib.get_close_matches(attribute, names, 3)
             near = ", ".join(dict.fromkeys((*alike, *names[:8])))
-            raise JobError(reference, f"{target} has no {attribute!r}", f"it has {near}" if near else "")
+            reason = f"{target} has no {attribute!r}"
+            raise JobError(reference, reason, f"it has {near}" if near else "") from None
     if not isinstance(found, Job):
         if not callable(found):
-            raise JobError(reference, f"is a {type(found).__name__}, not a Job or a function that returns one")
+            told = "None" if found is None else f"a {type(found).__name__}"
+            raise JobError(reference, f"is {told}, not a Job or a function that returns one")
         found = made_by(reference, found, hint="run it alone to see the whole traceback")
     if not isinstance(found, Job):
         raise JobError(reference, f"returned {type(found).__name__}", "return a w5xde_async.Job")

@@ -38,7 +38,7 @@ from w5xde_async.params.flat import named_digest
 from w5xde_async.plan.pacing import Pacing, PacingConfig
 from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.store.checkpoint import CheckpointStore
-from w5xde_async.telemetry.events import Bus, Evaluated, Event, StepCommitted, Warned, WorkerShare
+from w5xde_async.telemetry.events import Bus, Evaluated, Event, StepCommitted, Warned, WorkerQuarantined, WorkerShare
 from w5xde_async.worker.executors.executor import Computed, HeldLease, Send
 from w5xde_async.worker.executors.in_place import InPlaceExecutor
 from w5xde_async.worker.service import Departure, Worker
@@ -552,6 +552,41 @@ async def test_the_thread_of_updates_keeps_no_helpers_where_leaves_are_computed_
     await trained(made, pacing=pacing)
     assert len(calls) == 4 * released
     assert all(name.startswith("w5xde-aggregate") for name in calls)
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Dropout(0.5), nn.Linear(32, 10))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.steps += 1
+        out: Tensor = self.inner(images)
+        return out
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("pacing", [SHORT, PacingConfig(short_steps="workers")], ids=["here", "workers"])
+async def test_a_mode_that_a_step_switches_once_lasts_until_its_end(pacing: PacingConfig, workers: int) -> None:
+    """Whoever computes it and what follows; what is switched in every step stays so."""
+
+    def once(model: Any, batch: Any) -> Tensor:
+        if int(model.steps) == 30:
+            model.eval()
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def every(model: Any, batch: Any) -> Tensor:
+        model.train(int(model.steps) != 30)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    made = short(jobs.mlp_adamw, model=Drops, loss=None, step=once)
+    events: list[Event] = []
+    result = await trained(made, workers=workers, pacing=pacing, events=events)
+    model, _ = reference.train(replace(made, step=every), STEPS)
+    assert result.digest == named_digest(model)
+    assert result.digest != named_digest(reference.train(made, STEPS)[0])
+    assert not any(isinstance(event, WorkerQuarantined) for event in events)
 
 
 async def test_with_two_workers_that_take_turns() -> None:

@@ -793,6 +793,42 @@ def test_new_parameters_and_buffers_are_computed_with() -> None:
     assert before.losses != after.losses
 
 
+class Switching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+def test_what_a_step_switches_to_evaluation_lasts_until_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the process has computed before."""
+    switching = [False]
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        if switching[0]:
+            model.eval()
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    made = job(model=Switching, loss=None, step=step)
+    run, batches = Run(made), leaves((LEAF,) * 4)
+    wanted = task(batches, (LEAF,) * 4)
+    first = run.sums(run.compute(wanted))
+    switching[0] = True
+    for _ in range(2):
+        switched = run.sums(run.compute(wanted))
+        with pytest.raises(AssertionError):
+            same(switched, first)
+    assert not caplog.messages  # it may do so in every step, and that would be well
+    switching[0] = False
+    for _ in range(2):
+        same(run.sums(run.compute(wanted)), first)
+    (message,) = caplog.messages
+    assert "switched the model to evaluation" in message
+
+
 def test_devices_that_are_not_there_are_named() -> None:
     assert choose_device("cpu").type == "cpu"
     assert choose_device("auto").type in ("cpu", "cuda", "mps")

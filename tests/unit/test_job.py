@@ -224,7 +224,7 @@ def made():
 job = made()
 class Space:
     inner = job
-number = 3
+number, nothing = 3, None
 def wrong(): return 5
 def raises(): return 1 / 0
 def refuses(): return w5xde_async.Job(model=3, dataset=[1], optimizer=made)
@@ -276,6 +276,8 @@ def test_a_module_level_model_is_the_same_at_every_start(folder: Path) -> None:
         ("w5jobs.py:jobs", "has no 'jobs'; it has job"),
         ("w5jobs.py:Space.outer", "has no 'Space.outer'"),
         ("w5jobs.py:number", "is a int, not a Job or a function"),
+        ("w5jobs.py:nothing", "is None, not a Job or a function"),
+        ("w5jobs.py:nothing.more", "has no 'nothing.more'"),
         ("w5jobs.py:wrong", "returned int; return a w5xde_async.Job"),
         ("w5jobs.py:raises", r"raised ZeroDivisionError: division by zero \(w5jobs.py:17\)"),
         ("w5jobs.py:refuses", "model is neither"),

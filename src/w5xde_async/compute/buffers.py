@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from w5xde_async.compute.modes import Modes
 from w5xde_async.params.flat import isfinite, ordered
 from w5xde_async.params.layout import Layout, named_state
 
@@ -41,7 +42,8 @@ class Sums(Protocol):
 
 
 class BufferMerge:
-    """Restores and collects one replica's buffers. ``origin`` holds one tensor per entry: the step's values."""
+    """Restores and collects one replica's buffers. ``origin`` holds one tensor per entry: the step's values. The modes
+    of the replica's modules are put back with them."""
 
     def __init__(
         self, layout: Layout, model: nn.Module, origin: Sequence[Tensor], silent: Iterable[int] | None = None
@@ -51,6 +53,7 @@ class BufferMerge:
         self.layout = layout
         live = {name: tensor for name, tensor, is_parameter in named_state(model) if not is_parameter}
         self.entries = [i for i, e in enumerate(layout.entries) if e.role in ("mean", "max") and e.name in live]
+        self._modes = Modes(model)
         self._live = {index: live[layout.entries[index].name] for index in self.entries}
         self._slots = _slots(layout, model, self.entries)
         self._origin = origin
@@ -70,6 +73,7 @@ class BufferMerge:
 
     def restore(self) -> None:
         """Put the step's values back where a leaf changed them."""
+        self._modes.restore()
         if not self.entries:
             return
         if self._unfinished:

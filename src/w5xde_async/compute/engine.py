@@ -450,8 +450,7 @@ class Engine:
 
     def _leaf(self, block: Block, samples: int, batch: Any, *, finishing: bool) -> None:
         # Small models spend most of a leaf in Python: nothing is called here that has nothing to do.
-        if self._buffers.entries:
-            self._buffers.restore()
+        self._buffers.restore()
         size = self._size
         loss_sum: Tensor | None = None
         for begin in range(0, samples, size):
