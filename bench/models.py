@@ -417,7 +417,7 @@ class _Seen(Bus):
         self.phases: dict[str, float] = {}
         self.observed = 0
         self.shares: list[dict[str, Any]] = []
-        self.subscribe(self._on_event)
+        self.subscribe(self._on_event, prompt=False)  # as the programs' own
 
     @property
     def active(self) -> bool:
