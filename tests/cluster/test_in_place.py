@@ -150,6 +150,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     async def count(self: SyncTraining, here: InPlace) -> bool:
         before = self.version
         took = await several(self, here)
+        assert not self.context.bus._pending  # whoever is told of steps later is told of them now
         if self.version > before:
             made.append(self.version - before)
             assert here._engine is not None
@@ -181,6 +182,10 @@ async def test_steps_in_a_row_are_each_what_it_is_by_itself(
     made = short(make)
     like_a_plain_loop(made, await trained(made, events=events, prompt=prompt), events)
     assert max(rows) > 8
+    waited = [
+        event.phases_s["data"] for event in events if isinstance(event, StepCommitted) and "data" in event.phases_s
+    ]
+    assert waited != sorted(waited)  # each step's own
 
 
 class Draws(nn.Module):
