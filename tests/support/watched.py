@@ -22,7 +22,12 @@ from w5xde_async.telemetry import events
 class WatchedBus(events.Bus):
     """Tells of every commit first."""
 
-    def publish(self, event: events.Event) -> None:
+    def __init__(self, *, log_warnings: bool = False) -> None:
+        super().__init__(log_warnings=log_warnings)
+        self.subscribe(self._tell)
+
+    @staticmethod
+    def _tell(event: events.Event) -> None:
         if isinstance(event, events.StepCommitted):
             told = {
                 "event": "commit", "at": time.monotonic(), "step": event.step, "seconds": event.seconds,
@@ -30,7 +35,6 @@ class WatchedBus(events.Bus):
                 "tasks": len(asyncio.all_tasks()),
             }  # fmt: skip
             os.write(2, json.dumps(told).encode() + b"\n")
-        super().publish(event)
 
 
 if __name__ == "__main__":
