@@ -19,7 +19,7 @@ _ONCE = (
 
 
 class Modes:
-    """Of one replica's modules."""
+    """The modes of one replica's modules, which ``restore`` puts back before each leaf."""
 
     def __init__(self, model: nn.Module) -> None:
         self._named = list(model.named_modules())

@@ -335,7 +335,7 @@ class SyncTraining:
 
     @property
     def _goes_on_here(self) -> InPlace | None:
-        """What made the last step, where the current one is to be made as it was: it was opened for nobody."""
+        """The engine that made the last step, where it is to make the current one too: no worker may lease that yet."""
         if self.version in self.ledger.open_steps or self.verification.holding or not self.computes_here:
             return None
         return self._in_place
