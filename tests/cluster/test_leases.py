@@ -16,6 +16,7 @@ from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Bye, ByeCode, Done, Drain, Failed, Lease, Params, Verdict, VerdictCode
 
 BUCKETS = 4
+TWO_LEASES = PacingConfig(leases_ahead=2, target_lease_s=0.0, min_lease_s=0.0, whole_step_s=0.0)  # of a leaf each
 
 
 @pytest.fixture(autouse=True, params=WAYS)
@@ -23,15 +24,15 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Run, "shares", request.param == "memory")
 
 
-async def first_step(run: Run, *workers: Scripted) -> None:
-    """Every worker gets to know its pace: step 0 is computed in turn, a hundredth of a second a leaf."""
+async def first_step(run: Run, *workers: Scripted, leaf_s: float = 0.01) -> None:
+    """Every worker gets to know its pace: step 0 is computed in turn, ``leaf_s`` a leaf."""
     turn = {worker: 0 for worker in workers}
     while run.training.version == 0 and not run.training.ledger.complete(0):
         for worker, number in turn.items():
             leases = [lease for lease in worker.all(Lease) if lease.step == 0]
             if number < len(leases):
-                run.now += 0.01 * len(leases[number].samples)
-                await worker.compute(leases[number])
+                run.now += leaf_s * len(leases[number].samples)
+                await worker.compute(leases[number], compute_s=leaf_s * len(leases[number].samples))
                 turn[worker] += 1
                 if 0 not in run.training.ledger.open_steps or run.training.ledger.complete(0):
                     break
@@ -480,6 +481,41 @@ async def test_a_drain_keeps_the_lease_under_way_and_returns_the_other():
         await worker.done(first)
         assert worker.said_goodbye()
         assert (run.training.ledger.num_open, run.training.phase.leaves_wasted) == (0, 0)
+
+
+async def test_a_drain_takes_back_no_short_lease_that_may_have_been_begun():
+    """Before it hears what the coordinator takes back, a worker is at its second lease."""
+    async with scripted(pacing=TWO_LEASES) as run:
+        worker, other = await run.worker("a"), await run.worker("b")
+        await first_step(run, worker, other)
+        await run.until(lambda: len(held(worker, 1)) == 2)
+        first, second = held(worker, 1)
+        await drain(worker)
+        await worker.compute(first)
+        assert not worker.said_goodbye()
+        await worker.compute(second)
+        assert worker.said_goodbye()
+        await finish(run, other, 1)
+        await run.commits(2)
+        assert (run.training.phase.leaves_wasted, run.applied()) == (0, {2.0})
+
+
+@pytest.mark.parametrize("leaf_s", [0.01, 1.0])
+async def test_a_drain_takes_back_long_leases_and_those_of_the_next_step(leaf_s: float):
+    """The worker would be long in leaving, or cannot have begun them."""
+    async with scripted(pacing=TWO_LEASES) as run:
+        worker, other = await run.worker("a"), await run.worker("b")
+        await first_step(run, worker, other, leaf_s=leaf_s)
+        if leaf_s < 1.0:
+            await worker.compute(held(worker, 1)[0])
+            await run.until(lambda: held(worker, 2))
+        await run.until(lambda: len(held(worker, 1)) + len(held(worker, 2)) == 2)
+        first, second = held(worker, 1) + held(worker, 2)
+        assert (second.step == 1) == (leaf_s == 1.0)
+        await drain(worker)
+        assert worker.revoked() == [second.lease]
+        await worker.compute(first)
+        assert worker.said_goodbye()
 
 
 async def drain(worker: Scripted) -> None:

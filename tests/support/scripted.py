@@ -319,15 +319,15 @@ class Scripted:
             await self.link.send(self.result(lease, bucket, value, as_bytes=as_bytes))
         await settle()
 
-    async def done(self, lease: Lease, absent: tuple[int, ...] = ()) -> None:
+    async def done(self, lease: Lease, absent: tuple[int, ...] = (), *, compute_s: float = 0.01) -> None:
         losses = tuple(1.0 for _ in lease.samples)
-        await self.link.send(encode(Done(lease.lease, losses, (), (), (), absent, 0, 0.01, 0.0)))
+        await self.link.send(encode(Done(lease.lease, losses, (), (), (), absent, 0, compute_s, 0.0)))
         await settle()
 
-    async def compute(self, lease: Lease) -> None:
+    async def compute(self, lease: Lease, *, compute_s: float = 0.01) -> None:
         """The whole of a lease."""
         await self.send(lease, *range(len(self.run.prepared.spec.layout.result_buckets)))
-        await self.done(lease)
+        await self.done(lease, compute_s=compute_s)
 
     async def beat(self) -> None:
         await self.link.send(encode(Heartbeat("here")))

@@ -59,6 +59,7 @@ _SLOW_UPDATE = 0.25  #: of a step's time, from which on a faster form of the opt
 _MOST_A_TURN, _TURN_S = 8, 0.004  # steps that are computed here before anything else has a turn
 _HERE = 2.0  # times ``whole_step_s``: what a leaf may take that is computed here beside other workers
 _MOST_SHARED_S = 0.03  # of work a step: leases of one that has more are worth their way to a worker
+_MOMENT_S = 2.0  # of computing, for which a worker that leaves keeps what it may have begun
 _MOST_UNSENT = 16  # leases of an earlier link that a worker may ask for again
 
 
@@ -872,22 +873,33 @@ class SyncTraining:
         member = self.roster.member(session.worker_id)
         if member is not None:
             member.standing = Standing.DRAINING
-        for number, grant in enumerate(self.ledger.held(session.worker_id)):
-            # The oldest is being computed; the others have not been begun and are better given to somebody else.
+        leaves, grace_s, first = 0, drain.grace_s or math.inf, True
+        for grant in self.ledger.held(session.worker_id):
+            sent = self._was_sent(grant)
+            leaves += grant.block.num_leaves if sent else 0
             known = self.pacing.leaf_s(grant.worker) is not None
-            late_s = self.pacing.late_s(grant.worker, grant.block.num_leaves) if known else None
-            in_time = drain.grace_s == 0 or late_s is None or late_s <= drain.grace_s
-            if not session.is_receiving(grant.lease) and (number or not in_time):
+            late_s = self.pacing.late_s(grant.worker, leaves) if known else None
+            if first:  # it is being computed
+                in_time = late_s is None or late_s <= grace_s
+            else:  # it may have been begun by the time that the worker hears of this, unless it takes long
+                in_time = grant.step == self.version and late_s is not None and late_s <= min(grace_s, _MOMENT_S)
+            if not (session.is_receiving(grant.lease) or (sent and in_time)):
                 self.ledger.give_back(grant.lease)
                 self.revoke(grant, "draining")
+            first = first and not sent
         self._let_go(session.worker_id)
         self.schedule()
 
+    def _was_sent(self, grant: Grant) -> bool:
+        """Whether a lease was given to its worker's session; else it waits for its data, or is computed here."""
+        if grant.lease in self._for_us:
+            return False
+        return grant.lease not in self.scheduler.unread or grant.lease in self.scheduler.known
+
     def revoke(self, grant: Grant, reason: str) -> None:
-        # Else it was not sent: it waits for its data, or is computed here.
         if grant.lease in self._for_us:
             self._for_us.remove(grant.lease)
-        elif grant.lease not in self.scheduler.unread or grant.lease in self.scheduler.known:
+        elif self._was_sent(grant):
             self.roster.revoke(grant, reason)
         self._let_go(grant.worker)  # that may have been the last it held
 
