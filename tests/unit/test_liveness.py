@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -56,6 +57,7 @@ def test_a_worker_is_late_only_for_what_it_was_sent(in_outbox: bool, was_sent: b
     roster.revoke = lambda grant, reason: Roster.revoke(roster, grant, reason)
     scheduler = SimpleNamespace(unread=() if was_sent else range(100), known=())
     training: Any = SimpleNamespace(scheduler=scheduler, roster=roster, _let_go=lambda worker: None, _for_us=())
+    training._was_sent = partial(SyncTraining._was_sent, training)
 
     def revoke(grant: Any, reason: str) -> None:
         SyncTraining.revoke(training, grant, reason)

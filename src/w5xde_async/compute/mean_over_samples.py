@@ -33,6 +33,7 @@ _MOST_READING_S = 0.3
 _DRAWS = 8  # of a step that draws
 _BY_FAR, _NOTABLE = 6.0, 0.05  # standard errors of such a mean; of the loss: what chance hides is not told
 _ROUNDING = 1e-3  # of the loss: rounding is a hundredth of it, and class weights hardly ever so little
+_NOTHING = 1e-6  # a loss of terms that cancel, as of a student that begins as its teacher, is rounding alone below it
 
 
 def what_is_no_mean(job: Job, model: nn.Module, step_flops: int) -> str | None:
@@ -93,7 +94,7 @@ def _compared(job: Job, model: nn.Module, step_flops: int) -> str | None:
             chance = statistics.stdev(one - other for one, other, _ in drawn) / math.sqrt(_DRAWS)
             least, draws = max(_BY_FAR * chance, _NOTABLE * size), f" ({_DRAWS} draws)"
         # A part may have no loss at all, NaN.
-        if not math.isfinite(whole) or abs(whole - mean) <= least:
+        if not math.isfinite(whole) or abs(whole - mean) <= max(least, _NOTHING):
             return None
         return (
             f"the loss of the first {samples} samples is {whole:.4g}{draws}, and {mean:.4g} is the mean of those of "
