@@ -4,9 +4,11 @@ Ours is a coordinator and two worker processes, exact float32, with the link tha
 and over TCP on loopback; a step is two leaves. As in the coordinator program, what is too short to be sent (tiny's
 steps, one of mlp's two leaves) is computed by the coordinator once it has made sure of the workers' bits. Over TCP that
 is measured too (``_tcp_default``), and a run in which all leases are sent, as they are to other machines (``_tcp``).
-DDP is two processes. All have the same initial weights, per-rank batches, order of the data, optimizer and number of
-steps, and must come to the same loss. They take turns (A B A B) in processes that stay, with two processes that only
-compute forward and backward in between; a figure is the median of the rounds' ratios.
+As in the program too, updates that the event loop does not make itself have both cores, which are free then: DDP's two
+processes make theirs at the same time, on a core each. DDP is two processes. All have the same initial weights,
+per-rank batches, order of the data, optimizer and number of steps, and must come to the same loss. They take turns
+(A B A B) in processes that stay, with two processes that only compute forward and backward in between; a figure is the
+median of the rounds' ratios.
 
 Models: tiny (10-20-10, batch 32 a worker), mlp (784-512-512-10, 64), gpt (10.9M parameters, 4 x 128 tokens).
 
@@ -135,7 +137,7 @@ def ours(
     warm = STEPS[name][2]
     rig["coordinator"].tell(
         "coordinate", job=name, options=options, workers=2, warm_steps=warm, observe=observe, profile=profile,
-        time_stalls=name == "gpt", pacing={"short_steps": short_steps},
+        time_stalls=name == "gpt", pacing={"short_steps": short_steps}, spares_loop=True,
     )  # fmt: skip
     port = rig["coordinator"].answer()["port"]
     for worker in WORKERS:

@@ -37,6 +37,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import Unreachable
 from w5xde_async.job import Job
+from w5xde_async.openmp import spare_this_thread, spin_briefly
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.process import use_batch_scheduling
 from w5xde_async.telemetry.events import Bus, Event, RunFinished, StepCommitted
@@ -235,6 +236,7 @@ class Child:
 
     def __init__(self, file: str, name: str) -> None:
         self.name = name
+        spin_briefly()  # as in the programs
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, file, "--child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
@@ -312,6 +314,7 @@ def coordinate(
     profile: bool = False,
     time_stalls: bool = False,
     threads: int = 1,
+    spares_loop: bool = False,
     config: dict[str, Any] | None = None,
     pacing: dict[str, Any] | None = None,
 ) -> None:
@@ -319,7 +322,8 @@ def coordinate(
 
     With ``windows`` it is stopped after so many of ``window_s`` each; without, all steps after the warm ones are one
     window. ``observe`` listens to every step (which costs time itself) and sums the project's own timers;
-    ``time_stalls`` keeps a timer of 2 ms on the loop, which costs as much as a small step's messages.
+    ``time_stalls`` keeps a timer of 2 ms on the loop, which costs as much as a small step's messages. ``spares_loop``:
+    the loop has one thread, and larger updates all cores, as in the program.
     """
     given = dict(config or {})
     if "join_file" in given:
@@ -329,6 +333,8 @@ def coordinate(
         pacing=PacingConfig(**pacing or {}), **given,
     )  # fmt: skip
     torch.set_num_threads(threads)
+    if spares_loop:
+        spare_this_thread(os.cpu_count() or 1)
     made = make_job(job, **options)
     seen = _Seen(observe)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -38,6 +39,20 @@ def keep_to(cores: int) -> None:
 
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cores:
         torch.set_num_threads(cores)
+
+
+def spare_this_thread(threads: int) -> None:
+    """Have torch compute with one thread on this one, an event loop's, and with ``threads`` on all that start later.
+
+    What a loop computes is small: to wake a second thread for it takes longer, and where every core has work, its end
+    is waited for until that thread has its turn, milliseconds later.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    other = threading.Thread(target=torch.set_num_threads, args=(threads,))  # the count of threads that start later
+    other.start()
+    other.join()
 
 
 def release_helpers() -> None:

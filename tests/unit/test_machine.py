@@ -90,7 +90,7 @@ def test_programs_keep_to_the_cores_unless_they_are_told(
     found: list[int] = []
     for program in (coordinator, worker):
         monkeypatch.setattr(program, "usable_cores", lambda: 2)
-    monkeypatch.setattr(coordinator, "_spare_loop_thread", found.append)
+    monkeypatch.setattr(coordinator, "spare_this_thread", found.append)
     monkeypatch.setattr(worker, "use_batch_scheduling", lambda: None)
     monkeypatch.setattr("w5xde_async.job.load_job", lambda reference: None)
     settings: Any = SimpleNamespace(threads=asked, job=None)

@@ -10,7 +10,6 @@ import logging
 import os
 import shlex
 import sys
-import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from w5xde_async.compute.machine import usable_cores
 from w5xde_async.errors import ExitCode, W5xdeError
-from w5xde_async.openmp import keep_to, spin_briefly
+from w5xde_async.openmp import keep_to, spare_this_thread, spin_briefly
 from w5xde_async.process import (
     attach,
     exit_code_of,
@@ -215,22 +214,8 @@ def _loaded(settings: CoordinatorSettings, reference: str) -> Job:
     job = load_job(reference)
     if stop_came_early():
         raise KeyboardInterrupt
-    _spare_loop_thread(torch.get_num_threads())
+    spare_this_thread(torch.get_num_threads())
     return job
-
-
-def _spare_loop_thread(threads: int) -> None:
-    """Have torch compute with one thread on this one, the event loop's, and with ``threads`` on all others.
-
-    What the loop computes is small: to wake a second thread for it takes longer, and where every core has work, its
-    end is waited for until that thread has its turn, milliseconds later.
-    """
-    import torch
-
-    torch.set_num_threads(1)
-    other = threading.Thread(target=torch.set_num_threads, args=(threads,))  # the count of threads that start later
-    other.start()
-    other.join()
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.updates.buffers import BufferState
+from w5xde_async.updates.flat_step import FlatStep
 from w5xde_async.updates.on_device import OnDevice
 from w5xde_async.updates.untrained import Untrained
 from w5xde_async.users_code import users_code
@@ -143,6 +144,8 @@ class SyncRule:
         self._untrained = untrained if self._own_code else None
         self._drew, self._steady, self._seed = False, 0, seed
         self._beside = _beside_its_state(optimizer) if self._is_foreign else {}
+        apart = self.is_elementwise and on_device is None
+        self._flat = FlatStep(optimizer, layout, state, self._parameters) if apart else None
         self._has_stepped = False
         self._trained = [b.index for b in layout.result_buckets if layout.groups[b.group].role == "grad"]  # buckets
         self._tensors = tensors
@@ -228,7 +231,8 @@ class SyncRule:
             squares = self._divide_all(gradients, lie, present, divisor)
         else:
             gradients, squares = self.on_device.vector, self.on_device.divide(lie, present, divisor)
-        for index, parameter in self._parameters:
+        flat = self._flat is not None and self._flat.ready(untouched)
+        for index, parameter in self._parameters if self.clip is not None or not flat else ():
             gradient = gradients.gradients[index]
             assert gradient is not None
             if index in untouched:
@@ -238,7 +242,7 @@ class SyncRule:
             else:
                 parameter.grad = gradient if parameter.dtype is torch.float32 else gradient.to(parameter.dtype)
         norm = self._norm(gradients, squares)
-        finite = math.isfinite(norm) and self._fits()
+        finite = math.isfinite(norm) and (flat or self._fits())
         if self.scale is not None:
             self.scale.update(finite=finite)
         if not finite:
@@ -251,19 +255,23 @@ class SyncRule:
                 changed.append(bucket.index)
         if self._untrained is not None:
             self._untrained.look()
+        make = partial(self._flat.step, gradients) if self._flat is not None and flat else self.optimizer.step
         if self.may_draw:
             with random_state(), torch.enable_grad():
                 self._seed_draws(step)
                 with random_state() as seeded:
-                    self._step(rate_factor, schedules)
+                    self._step(make, rate_factor, schedules)
                     self._drew |= has_drawn(self._device) or not seeded.unmoved()
             self._steady += 1
         elif torch.is_grad_enabled():
-            self._step(rate_factor, schedules)
+            self._step(make, rate_factor, schedules)
         else:
             with torch.enable_grad():  # as in a plain loop; optimizers switch it off themselves
-                self._step(rate_factor, schedules)
-        self._forget_gradients()
+                self._step(make, rate_factor, schedules)
+        if not flat or self.clip is not None:
+            self._forget_gradients()
+        if self._flat is not None and not flat:
+            self._flat.note_own_step(untouched)
         if self._untrained is not None:
             changed.extend(index for index in self._untrained.changed() if index not in changed)
         if self.on_device is not None:
@@ -363,12 +371,13 @@ class SyncRule:
                 group.update({**kept, "params": group["params"]})
             raise
 
-    def _step(self, rate_factor: float, schedules: bool) -> None:
+    def _step(self, make: Callable[[], object], rate_factor: float, schedules: bool) -> None:
+        """``make``: what makes the optimizer's step."""
         try:
             if rate_factor == 1.0:
-                self.optimizer.step()
+                make()
             else:
-                self._step_at(rate_factor)
+                self._step_at(make, rate_factor)
         except Exception as error:
             if self._has_stepped or not (self._is_foreign and _takes_closure(self.optimizer)):
                 raise
@@ -384,13 +393,13 @@ class SyncRule:
             except Exception:
                 self._behind = True
 
-    def _step_at(self, rate_factor: float) -> None:
+    def _step_at(self, make: Callable[[], object], rate_factor: float) -> None:
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         try:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * rate_factor  # a new tensor where it is one
-            self.optimizer.step()
+            make()
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
@@ -430,6 +439,8 @@ class SyncRule:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the parameters: plain containers, numbers and tensors."""
+        if self._flat is not None:
+            self._flat.settle()
         return {
             "rule": self.name,
             "optimizer": self.optimizer.state_dict(),
@@ -445,6 +456,8 @@ class SyncRule:
             raise ValueError("the checkpoint and the job do not agree on whether there is a scheduler")
         if (state["scale"] is None) != (self.scale is None):
             raise ValueError("the checkpoint and the job do not agree on fp16 loss scaling")
+        if self._flat is not None:
+            self._flat.forget()
         self.optimizer.load_state_dict(state["optimizer"])
         _keep_dtypes(self.optimizer, state["optimizer"])
         if self.scheduler is not None:

@@ -1,0 +1,298 @@
+"""Steps of torch's own optimizers over stretches of the flat vectors, in place of parameter by parameter.
+
+On the CPU such an optimizer takes one parameter after the other, each in a dozen passes over memory. Where each value's
+update is of that value alone, it does not matter in which tensor it lies. So the parameters of a group that are
+neighbours in the flat vector are given to the optimizer as one tensor: many small ones cost what one does. Long
+stretches are given in pieces, whose intermediate values the allocator has at hand. The optimizer is the job's own
+object, with its own groups, rates and code; only its lists of parameters and its state are others while it steps.
+
+The bits are those of a step over the parameters: every value goes through the same operations. That the kernels of this
+machine see it so, wherever in a tensor a value lies, and that the zeros between parameters stay zeros, is tried for
+each group before the first such step. (Of fused steps it is not so: what is left of a tensor behind its last vector is
+rounded otherwise.)
+
+The optimizer's state lies in flat vectors from then on, of which its own entries are views. What it keeps beside, a
+number for each parameter (``step``), is brought up to date by ``settle``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from w5xde_async.params.flat import FlatState, ResultVector
+from w5xde_async.params.layout import ALIGN_BYTES, Layout
+
+_PIECE, _MOST_PIECE = 1 << 20, 1 << 21  # values: for each thread, which may sleep between operations; and at most
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})  # of a state: not of a value each
+_MOST_WAIT = 64
+_ALIGN = ALIGN_BYTES // 4  # values
+_TRIED = (141, 64, *[31] * 16)  # values of parameters on which the kernels are tried: mostly what is left of a vector
+_TRIED_PIECE = 96
+_TRIED_STEPS = 4
+
+_Kind = tuple[tuple[str, torch.dtype | None, float], ...]
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Neighbours in the flat vector of one group of parameters."""
+
+    group: int
+    begin: int
+    entries: list[int]
+    pieces: list[nn.Parameter] = field(default_factory=list)
+
+
+class FlatStep:
+    """Belongs to whoever owns the optimizer. Its parameters are views of ``state``."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, layout: Layout, state: FlatState,
+        parameters: Sequence[tuple[int, Tensor]],
+    ) -> None:  # fmt: skip
+        """``parameters``: those that are trained, with their places in the layout."""
+        self._optimizer, self._layout, self._state = optimizer, layout, state
+        self._parameters = dict(parameters)
+        trained = [group.index for group in layout.groups if group.role == "grad"]
+        self._group = trained[0] if len(trained) == 1 else -1
+        self._possible = len(trained) == 1 and self._is_possible()
+        self._flats: dict[str, Tensor] = {}  # the state's values, by name, as the parameters lie
+        self._stretches: list[_Stretch] = []
+        self._of_pieces: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        self._for: tuple[frozenset[int], tuple[bool, ...]] | None = None  # steps that ``_stretches`` are for, if any
+        self._last: frozenset[int] = frozenset()  # what was untouched in the optimizer's last own step
+        self._alike = 0  # own steps in a row in which that was the same
+        self._wait = 1  # so many of them come before steps over stretches
+        self._unsettled = False
+
+    def _is_possible(self) -> bool:
+        if any(group.get("differentiable") or group.get("fused") for group in self._optimizer.param_groups):
+            return False
+        return all(
+            parameter.dtype is torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous()
+            and parameter.data_ptr() == self._state.views[index].data_ptr()
+            for index, parameter in self._parameters.items()
+        )  # fmt: skip
+
+    def ready(self, untouched: Collection[int]) -> bool:
+        """Whether the next step may be ``step``. Else it is to be the optimizer's own, whose state is whole now."""
+        if not self._possible:
+            return False
+        if self._for is not None:
+            if self._for[0] == frozenset(untouched) and self._for[1] == self._momenta:
+                return True
+            self.forget()
+            self._wait = min(2 * self._wait, _MOST_WAIT)
+        if self._alike < self._wait or self._last != frozenset(untouched):
+            return False
+        self._build(self._last)
+        return self._possible
+
+    def note_own_step(self, untouched: Collection[int]) -> None:
+        """The optimizer has made a step itself, by way of which its state is there."""
+        if self._possible:
+            same = self._alike and self._last == frozenset(untouched)
+            self._last, self._alike = frozenset(untouched), self._alike + 1 if same else 1
+
+    @property
+    def _momenta(self) -> tuple[bool, ...]:
+        """By group, whether it has momentum: SGD's state begins when it has."""
+        return tuple(bool(group.get("momentum")) for group in self._optimizer.param_groups)
+
+    def step(self, gradients: ResultVector) -> None:
+        """The optimizer's step, with these gradients."""
+        flat = gradients.group(self._group)
+        given: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
+        for stretch in self._stretches:
+            at = stretch.begin
+            for piece in stretch.pieces:
+                end = at + piece.numel()
+                piece.grad = flat[at:end]
+                at = end
+            given[stretch.group] += stretch.pieces
+        self._unsettled = True
+        with _in_place_of(self._optimizer, given, self._of_pieces):
+            self._optimizer.step()
+        for pieces in given:
+            for piece in pieces:
+                piece.grad = None
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Bring the optimizer's own state up to date."""
+        if not self._unsettled:
+            return
+        self._unsettled = False
+        for stretch in self._stretches:
+            now = self._of_pieces.get(stretch.pieces[0], {})
+            numbers = [name for name in now if name in _NUMBERS]
+            for index in stretch.entries if numbers else ():
+                own = self._optimizer.state[self._parameters[index]]
+                for name in numbers:
+                    own[name].copy_(now[name])
+
+    def forget(self) -> None:
+        """The next steps are the optimizer's own: its state may be another then."""
+        self.settle()
+        self._stretches, self._for, self._alike = [], None, 0
+        self._of_pieces.clear()
+
+    # -- building ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _build(self, untouched: frozenset[int]) -> None:
+        stretches = self._neighbours(untouched)
+        self._possible = stretches is not None and _same_bits(self._optimizer)
+        if stretches is None or not self._possible:
+            return
+        for name in sorted(
+            {name for stretch in stretches for index in stretch.entries for name in self._values(index)}
+        ):
+            self._flatten(name, stretches)
+        whole, length = self._state.groups[self._group], min(_PIECE * torch.get_num_threads(), _MOST_PIECE)
+        for stretch in stretches:
+            last = self._layout.entries[stretch.entries[-1]]
+            stop, kept = last.offset + last.numel, self._optimizer.state.get(self._parameters[stretch.entries[0]], {})
+            for begin in range(stretch.begin, max(stop, stretch.begin + 1), length):
+                end = min(begin + length, stop)
+                piece = nn.Parameter(whole[begin:end])
+                stretch.pieces.append(piece)
+                if kept:
+                    self._of_pieces[piece] = {
+                        name: value.clone()
+                        if name in _NUMBERS
+                        else None
+                        if value is None
+                        else self._flats[name][begin:end]
+                        for name, value in kept.items()
+                    }
+        self._stretches, self._for = stretches, (untouched, self._momenta)
+
+    def _neighbours(self, untouched: frozenset[int]) -> list[_Stretch] | None:
+        """The stretches, in order; None where the optimizer's state is not as torch's are."""
+        group_of = {
+            id(parameter): number
+            for number, group in enumerate(self._optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        found: list[_Stretch] = []
+        before: tuple[int, _Kind] | None = None
+        for index in sorted(self._parameters, key=lambda index: self._layout.entries[index].offset):
+            group = group_of.get(id(self._parameters[index]))
+            if group is None or index in untouched:
+                before = None
+                continue
+            kind = self._kind(index)
+            if kind is None:
+                return None
+            if (group, kind) == before:
+                found[-1].entries.append(index)
+            else:
+                found.append(_Stretch(group, self._layout.entries[index].offset, [index]))
+            before = group, kind
+        return found
+
+    def _kind(self, index: int) -> _Kind | None:
+        """What the states of neighbours have to have in common; None where one is not as torch's are."""
+        parameter = self._parameters[index]
+        kind: list[tuple[str, torch.dtype | None, float]] = []
+        for name, value in self._optimizer.state.get(parameter, {}).items():
+            if name in _NUMBERS and isinstance(value, Tensor) and value.numel() == 1:
+                kind.append((name, value.dtype, float(value)))
+            elif value is None:
+                kind.append((name, None, 0.0))
+            elif (
+                isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype is torch.float32
+                and value.is_contiguous() and value.device.type == "cpu"
+            ):  # fmt: skip
+                kind.append((name, value.dtype, 0.0))
+            else:
+                return None
+        return tuple(kind)
+
+    def _values(self, index: int) -> dict[str, Tensor]:
+        """What the state holds for each value of a parameter."""
+        state = self._optimizer.state.get(self._parameters[index], {})
+        return {name: value for name, value in state.items() if name not in _NUMBERS and value is not None}
+
+    def _flatten(self, name: str, stretches: Sequence[_Stretch]) -> None:
+        """Have a state's values of one name lie as the parameters do; what they were before is free at once."""
+        if name not in self._flats:
+            self._flats[name] = torch.zeros_like(self._state.groups[self._group])
+        for stretch in stretches:
+            for index in stretch.entries:
+                value, entry = self._values(index).get(name), self._layout.entries[index]
+                view = self._flats[name][entry.offset : entry.offset + entry.numel].view(entry.shape)
+                if value is not None and value.data_ptr() != view.data_ptr():
+                    view.copy_(value)
+                    self._optimizer.state[self._parameters[index]][name] = view
+
+
+@contextmanager
+def _in_place_of(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[list[nn.Parameter]], state: defaultdict[Any, Any]
+) -> Iterator[None]:
+    """The optimizer has these parameters, by group, and this state."""
+    groups, own = optimizer.param_groups, (optimizer.state, [group["params"] for group in optimizer.param_groups])
+    try:
+        optimizer.state = state
+        for group, given in zip(groups, parameters, strict=True):
+            group["params"] = given
+        yield
+    finally:
+        optimizer.state = own[0]
+        for group, kept in zip(groups, own[1], strict=True):
+            group["params"] = kept
+
+
+def _same_bits(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a few steps over pieces of a stretch come to the bits of those over its parameters, and leave the zeros
+    between these alone. Of every kind of group, as it is set now; the optimizer is as before."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(zeros: float) -> Tensor:
+        """Of many sizes, so that rounding shows in what is added."""
+        sizes = torch.rand(numel, generator=generator).mul_(5.0).sub_(4.0)
+        return torch.randn(numel, generator=generator).mul_(10.0**sizes).masked_fill_(between, zeros)
+
+    places, numel = [], 0
+    for size in _TRIED:
+        places.append(slice(numel, numel + size))
+        numel += -(-size // _ALIGN) * _ALIGN
+    between = torch.ones(numel, dtype=torch.bool)
+    for place in places:
+        between[place] = False
+    flats: dict[tuple[bool, ...], Tensor] = {}  # by what switches an optimizer's code
+    apart: list[list[nn.Parameter]] = []
+    pieces: list[list[nn.Parameter]] = []
+    for group in optimizer.param_groups:
+        way = tuple(bool(value) for name, value in group.items() if name != "params")
+        known = way in flats
+        flat = flats.setdefault(way, drawn(0.0))
+        apart.append([] if known else [nn.Parameter(flat[place].clone()) for place in places])
+        pieces.append([] if known else [nn.Parameter(piece) for piece in torch.split(flat, _TRIED_PIECE)])
+    tried = [(own, cut) for own, cut in zip(apart, pieces, strict=True) if own]
+    states: tuple[defaultdict[Any, Any], defaultdict[Any, Any]] = defaultdict(dict), defaultdict(dict)
+    for _ in range(_TRIED_STEPS):
+        for own, cut in tried:
+            gradient = drawn(-0.0)
+            for parameter, place in zip(own, places, strict=True):
+                parameter.grad = gradient[place].clone()
+            for piece, part in zip(cut, torch.split(gradient, _TRIED_PIECE), strict=True):
+                piece.grad = part
+        for parameters, state in zip((apart, pieces), states, strict=True):
+            with _in_place_of(optimizer, parameters, state):
+                optimizer.step()
+    return all(
+        not flat[between].any()
+        and all(flat[place].numpy().tobytes() == parameter.detach().numpy().tobytes()
+                for place, parameter in zip(places, own, strict=True))
+        for flat, (own, _) in zip(flats.values(), tried, strict=True)
+    )  # fmt: skip

@@ -1,0 +1,289 @@
+"""Steps over stretches of the flat vector beside the optimizer's own over its parameters: the same bits, in state too.
+
+The optimizers and their settings are those of torch's own test database.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.common_optimizers import optim_db
+
+from w5xde_async.params.flat import FlatState, ResultVector
+from w5xde_async.params.layout import Layout
+from w5xde_async.store.state import pack_state, unpack_state
+from w5xde_async.updates import flat_step
+from w5xde_async.updates.flat_step import FlatStep
+from w5xde_async.updates.sync import _ELEMENTWISE, SyncRule
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+SHAPES = ((37,), (3, 5), (), (64,), (200, 3), (1,), (16, 16), (0, 4), (130,))  # with and without zeros behind
+
+
+def cases() -> Iterator[Any]:
+    for info in optim_db:
+        if info.optim_cls not in _ELEMENTWISE:
+            continue
+        for number, given in enumerate(info.optim_inputs_func(device="cpu", dtype=torch.float32)):
+            for way in ("", *(way for way in info.supported_impls if way in ("foreach", "fused"))):
+                kwargs = {**given.kwargs, **({way: True} if way else {})}
+                if isinstance(kwargs.get("lr"), Tensor) and way == "foreach":
+                    continue  # torch refuses it
+                name = f"{info.optim_cls.__name__}-{number}-{way}"
+                yield pytest.param(lambda of, cls=info.optim_cls, kwargs=kwargs: cls(of, **_own(kwargs)), id=name)
+
+
+def _own(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in kwargs.items()}
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+class Beside:
+    """A rule over a flat model, and the same optimizer over tensors of its own."""
+
+    def __init__(self, make: Make, groups: int = 1, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.model = nn.Module()
+        for number, shape in enumerate(shapes):
+            self.model.register_parameter(f"p{number:02}", nn.Parameter(torch.randn(shape, generator=generator)))
+        self.layout = Layout.of(self.model, bucket_bytes=1 << 20)
+        self.plain = [nn.Parameter(p.detach().clone()) for p in self.model.parameters()]
+        self.state = FlatState(self.layout)
+        self.state.copy_from(self.model)
+        self.state.adopt(self.model)
+        own = list(self.model.parameters())
+        self.theirs, self.ours = (make(self.divided(of, groups)) for of in (self.plain, own))  # type: ignore[arg-type]
+        self.rule = SyncRule(own, self.layout, self.state, self.ours)
+        self.generator = generator
+
+    @staticmethod
+    def divided(parameters: list[nn.Parameter], groups: int) -> Any:
+        """Into runs of neighbours, alternately of ``groups`` groups."""
+        if groups == 1:
+            return parameters
+        return [
+            {"params": [p for place, p in enumerate(parameters) if place // 2 % groups == group]}
+            for group in range(groups)
+        ]
+
+    @property
+    def is_flat(self) -> bool:
+        flat = self.rule._flat
+        return flat is not None and flat._for is not None
+
+    def step(self, untouched: frozenset[int] = frozenset(), *, rate_factor: float = 1.0) -> None:
+        root = ResultVector(self.layout)
+        root.reset()
+        for index, (gradient, plain) in enumerate(zip(root.gradients, self.plain, strict=True)):
+            assert gradient is not None
+            drawn = torch.randn(plain.shape, generator=self.generator)
+            plain.grad = None if index in untouched else drawn
+            if index not in untouched:
+                gradient.copy_(drawn)
+        present = [True] * len(self.layout.result_buckets)
+        self.rule.apply(root, present, 1, set(untouched), rate_factor=rate_factor)
+        rates = [group["lr"] for group in self.theirs.param_groups]
+        for group in self.theirs.param_groups:
+            group["lr"] = group["lr"] * rate_factor
+        self.theirs.step()
+        for group, rate in zip(self.theirs.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def check(self) -> None:
+        for mine, plain in zip(self.model.parameters(), self.plain, strict=True):
+            assert_same(mine, plain)
+        mine, plain = self.rule.state_dict()["optimizer"], self.theirs.state_dict()
+        assert mine["state"].keys() == plain["state"].keys()
+        for index, state in plain["state"].items():
+            assert mine["state"][index].keys() == state.keys()
+            for name, value in state.items():
+                if value is not None:
+                    assert_same(mine["state"][index][name], value)
+        between = self.state.groups[0].clone()
+        for entry in self.layout.entries:
+            between[entry.offset : entry.offset + entry.numel] = 0
+        assert not between.any()
+
+    def resume(self) -> None:
+        """As from a checkpoint."""
+        self.rule.load_state_dict(unpack_state(*pack_state(self.rule.state_dict())))
+
+
+def assert_same(one: Tensor, other: Tensor) -> None:
+    assert one.shape == other.shape
+    assert one.detach().numpy().tobytes() == other.detach().numpy().tobytes()
+
+
+@pytest.fixture(autouse=True)
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_step, "_PIECE", 128)
+
+
+@pytest.mark.parametrize("make", list(cases()))
+def test_every_optimizers_bits_are_those_of_its_own_steps(make: Make) -> None:
+    for groups in (1, 2):
+        beside = Beside(make, groups)
+        for step in range(12):
+            beside.step(frozenset({3}) if step == 6 else frozenset(), rate_factor=1.5 if step == 3 else 1.0)
+            beside.check()
+            if step == 8:
+                beside.resume()
+        assert beside.is_flat == (not beside.ours.defaults.get("fused"))
+
+
+def test_the_optimizer_makes_its_state_itself() -> None:
+    beside = Beside(adamw)
+    for flat in (False, True, True):
+        beside.step()
+        assert beside.is_flat == flat
+    assert len(beside.rule._flat._stretches) == 1  # type: ignore[union-attr]
+    beside.step(frozenset({3}))
+    assert not beside.is_flat
+    beside.check()
+
+
+def test_what_never_gets_a_gradient_is_left_out() -> None:
+    beside = Beside(adamw)
+    for _ in range(4):
+        beside.step(frozenset({3, 8}))
+    assert beside.is_flat
+    beside.check()
+    beside.step()
+    assert not beside.is_flat  # the optimizer begins with those now
+    for _ in range(8):
+        beside.step()
+        beside.check()
+    assert beside.is_flat
+    assert len(beside.rule._flat._stretches) > 1  # type: ignore[union-attr]
+
+
+def test_gradients_that_come_and_go_do_not_have_it_built_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    own = FlatStep._build
+    monkeypatch.setattr(FlatStep, "_build", lambda self, untouched: (built.append(1), own(self, untouched)))
+    beside, draws = Beside(adamw), random.Random(0)
+    for _ in range(300):
+        beside.step(frozenset({3}) if draws.random() < 0.4 else frozenset())
+    beside.check()
+    assert len(built) < 12
+
+
+def test_a_momentum_that_begins_later_is_in_the_state() -> None:
+    beside = Beside(lambda of: torch.optim.SGD(of, lr=0.1))
+    for momentum in (0.0, 0.0, 0.0, 0.9, 0.9, 0.8, 0.0, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9):
+        for optimizer in (beside.ours, beside.theirs):
+            optimizer.param_groups[0]["momentum"] = momentum
+        beside.step()
+        beside.check()
+    assert beside.is_flat
+
+
+def test_a_skipped_step_changes_nothing_and_makes_no_state() -> None:
+    beside = Beside(adamw)
+    root = ResultVector(beside.layout)
+    root.memory.fill_(0xFF)  # not a number
+    for _ in range(3):
+        assert beside.rule.apply(root, [True], 1, set()).skipped
+    assert not beside.ours.state
+    for _ in range(3):
+        beside.step()
+        beside.check()
+    assert beside.is_flat
+    assert beside.rule.apply(root, [True], 1, set()).skipped
+    beside.check()
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        lambda p: p.numel() > 100 and p.add_(1e-3),  # other bits in larger tensors
+        lambda p: p.add_(1e-3),  # zeros between parameters do not stay zeros
+    ],
+)
+def test_a_machine_whose_kernels_see_it_otherwise_steps_parameter_by_parameter(
+    kernel: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = torch.optim.SGD.step
+
+    def other(self: torch.optim.SGD, closure: Any = None) -> None:
+        own(self)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        kernel(parameter)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", other)
+    beside = Beside(sgd)
+    for _ in range(4):
+        beside.step()
+        beside.check()
+    assert not beside.is_flat
+
+
+def test_without_an_eps_zeros_between_parameters_would_not_stay_zeros() -> None:
+    beside = Beside(lambda of: torch.optim.Adam(of, lr=0.1, eps=0.0))
+    for _ in range(4):
+        beside.step()
+        beside.check()
+    assert not beside.is_flat
+
+
+@pytest.mark.parametrize("change", ["half", "transposed"])
+def test_parameters_that_do_not_lie_in_one_vector_are_stepped_by_themselves(change: str) -> None:
+    beside = Beside(sgd, shapes=((8, 8), (37,)))
+    model = nn.Module()
+    for number, parameter in enumerate(beside.plain):
+        made = parameter.detach().clone().half() if change == "half" and number else parameter.detach().clone()
+        model.register_parameter(
+            f"p{number}", nn.Parameter(made.t() if change == "transposed" and not number else made)
+        )
+    layout = Layout.of(model)
+    state = FlatState(layout)
+    state.copy_from(model)
+    if change == "half":
+        state.adopt(model)
+    flat = FlatStep(sgd(list(model.parameters())), layout, state, list(enumerate(model.parameters())))
+    flat.note_own_step(())
+    assert not flat.ready(())
+
+
+def test_a_state_that_is_not_as_torchs_are_is_left_alone() -> None:
+    beside = Beside(adamw)
+    beside.step()
+    beside.ours.state[next(iter(beside.model.parameters()))]["own"] = "something"
+    before = copy.copy(beside.ours.state)
+    beside.step()
+    assert not beside.is_flat
+    assert before == beside.ours.state
+
+
+def test_the_state_is_held_once() -> None:
+    beside = Beside(adamw)
+    for _ in range(3):
+        beside.step()
+    storages = {
+        value.untyped_storage().data_ptr()
+        for state in beside.ours.state.values()
+        for name, value in state.items()
+        if name != "step" and value.numel()
+    }
+    assert len(storages) == 2
+    beside.resume()
+    beside.step()
+    beside.step()
+    beside.check()
+    assert beside.is_flat
