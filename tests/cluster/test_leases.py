@@ -518,6 +518,22 @@ async def test_a_drain_takes_back_long_leases_and_those_of_the_next_step(leaf_s:
         assert worker.said_goodbye()
 
 
+async def test_a_drain_takes_back_what_was_not_sent_and_keeps_what_was():
+    """The oldest lease waits for its data still: the next one is what its worker is at."""
+    async with scripted(pacing=TWO_LEASES) as run:
+        worker, other = await run.worker("a"), await run.worker("b")
+        await first_step(run, worker, other, leaf_s=1.0)
+        await run.until(lambda: len(held(worker, 1)) == 2)
+        first, second = held(worker, 1)
+        grant = run.training.ledger.get(first.lease)
+        assert grant is not None
+        run.training.scheduler.unread[first.lease] = grant
+        await drain(worker)
+        assert (held(worker, 1), worker.revoked()) == ([second], [])
+        await worker.compute(second)
+        assert worker.said_goodbye()
+
+
 async def drain(worker: Scripted) -> None:
     await worker.link.send(encode(Drain("spot notice", 0.0)))
     await settle()

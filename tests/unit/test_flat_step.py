@@ -54,7 +54,9 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 class Beside:
     """A rule over a flat model, and the same optimizer over tensors of its own."""
 
-    def __init__(self, make: Make, groups: int = 1, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> None:
+    def __init__(
+        self, make: Make, groups: int = 1, shapes: tuple[tuple[int, ...], ...] = SHAPES, clip: float | None = None
+    ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(1)
         self.model = nn.Module()
         for number, shape in enumerate(shapes):
@@ -66,7 +68,7 @@ class Beside:
         self.state.adopt(self.model)
         own = list(self.model.parameters())
         self.theirs, self.ours = (make(self.divided(of, groups)) for of in (self.plain, own))  # type: ignore[arg-type]
-        self.rule = SyncRule(own, self.layout, self.state, self.ours)
+        self.rule, self.clip = SyncRule(own, self.layout, self.state, self.ours, clip=clip), clip
         self.generator = generator
 
     @staticmethod
@@ -75,7 +77,10 @@ class Beside:
         if groups == 1:
             return parameters
         return [
-            {"params": [p for place, p in enumerate(parameters) if place // 2 % groups == group]}
+            {
+                "params": [p for place, p in enumerate(parameters) if place // 2 % groups == group],
+                "lr": 0.03 * (1 + group),
+            }
             for group in range(groups)
         ]
 
@@ -95,6 +100,12 @@ class Beside:
                 gradient.copy_(drawn)
         present = [True] * len(self.layout.result_buckets)
         self.rule.apply(root, present, 1, set(untouched), rate_factor=rate_factor)
+        pieces = (
+            [piece for stretch in self.rule._flat._stretches for piece in stretch.pieces] if self.rule._flat else []
+        )
+        assert all(parameter.grad is None for parameter in (*pieces, *self.model.parameters()))
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.plain, self.clip)
         rates = [group["lr"] for group in self.theirs.param_groups]
         for group in self.theirs.param_groups:
             group["lr"] = group["lr"] * rate_factor
@@ -119,7 +130,7 @@ class Beside:
 
     def resume(self) -> None:
         """As from a checkpoint."""
-        self.rule.load_state_dict(unpack_state(*pack_state(self.rule.state_dict())))
+        self.rule.load_state_dict(copy.deepcopy(unpack_state(*pack_state(self.rule.state_dict()))))
 
 
 def assert_same(one: Tensor, other: Tensor) -> None:
@@ -139,7 +150,7 @@ def test_every_optimizers_bits_are_those_of_its_own_steps(make: Make) -> None:
         for step in range(12):
             beside.step(frozenset({3}) if step == 6 else frozenset(), rate_factor=1.5 if step == 3 else 1.0)
             beside.check()
-            if step == 8:
+            if step in (4, 8):  # while it steps over stretches, and while the optimizer steps itself
                 beside.resume()
         assert beside.is_flat == (not beside.ours.defaults.get("fused"))
 
@@ -181,6 +192,14 @@ def test_gradients_that_come_and_go_do_not_have_it_built_again_and_again(monkeyp
     assert len(built) < 12
 
 
+def test_gradients_are_clipped_as_they_are_by_torch() -> None:
+    beside = Beside(sgd, clip=0.5)
+    for _ in range(4):
+        beside.step()
+        beside.check()
+    assert beside.is_flat
+
+
 def test_a_momentum_that_begins_later_is_in_the_state() -> None:
     beside = Beside(lambda of: torch.optim.SGD(of, lr=0.1))
     for momentum in (0.0, 0.0, 0.0, 0.9, 0.9, 0.8, 0.0, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9):
@@ -209,12 +228,12 @@ def test_a_skipped_step_changes_nothing_and_makes_no_state() -> None:
 @pytest.mark.parametrize(
     "kernel",
     [
-        lambda p: p.numel() > 100 and p.add_(1e-3),  # other bits in larger tensors
-        lambda p: p.add_(1e-3),  # zeros between parameters do not stay zeros
+        lambda p, rate: p.numel() > 90 and p.add_(rate),  # other bits in larger tensors
+        lambda p, rate: p.add_(rate),  # zeros between parameters do not stay zeros
     ],
 )
 def test_a_machine_whose_kernels_see_it_otherwise_steps_parameter_by_parameter(
-    kernel: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
+    kernel: Callable[[Tensor, float], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = torch.optim.SGD.step
 
@@ -224,14 +243,16 @@ def test_a_machine_whose_kernels_see_it_otherwise_steps_parameter_by_parameter(
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        kernel(parameter)
+                        kernel(parameter, group["lr"])
 
     monkeypatch.setattr(torch.optim.SGD, "step", other)
     beside = Beside(sgd)
-    for _ in range(4):
+    for rate in (0.0, 0.0, 0.0, 0.1, 0.1):  # as where it warms up
+        for optimizer in (beside.ours, beside.theirs):
+            optimizer.param_groups[0]["lr"] = rate
         beside.step()
         beside.check()
-    assert not beside.is_flat
+        assert not beside.is_flat
 
 
 def test_without_an_eps_zeros_between_parameters_would_not_stay_zeros() -> None:

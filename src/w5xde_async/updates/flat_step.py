@@ -35,7 +35,7 @@ _MOST_WAIT = 64
 _ALIGN = ALIGN_BYTES // 4  # values
 _TRIED = (141, 64, *[31] * 16)  # values of parameters on which the kernels are tried: mostly what is left of a vector
 _TRIED_PIECE = 96
-_TRIED_STEPS = 4
+_TRIED_STEPS, _TRIED_RATE = 4, 0.1
 
 _Kind = tuple[tuple[str, torch.dtype | None, float], ...]
 
@@ -51,7 +51,8 @@ class _Stretch:
 
 
 class FlatStep:
-    """Belongs to whoever owns the optimizer. Its parameters are views of ``state``."""
+    """Makes an optimizer's steps over stretches of the parameters, once the optimizer has made one itself; in the
+    thread that owns it. The parameters are views of ``state``."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, layout: Layout, state: FlatState,
@@ -159,20 +160,15 @@ class FlatStep:
         whole, length = self._state.groups[self._group], min(_PIECE * torch.get_num_threads(), _MOST_PIECE)
         for stretch in stretches:
             last = self._layout.entries[stretch.entries[-1]]
-            stop, kept = last.offset + last.numel, self._optimizer.state.get(self._parameters[stretch.entries[0]], {})
+            stop, values = last.offset + last.numel, self._values(stretch.entries[0])
+            kept = self._optimizer.state.get(self._parameters[stretch.entries[0]], {})
             for begin in range(stretch.begin, max(stop, stretch.begin + 1), length):
                 end = min(begin + length, stop)
                 piece = nn.Parameter(whole[begin:end])
                 stretch.pieces.append(piece)
-                if kept:
-                    self._of_pieces[piece] = {
-                        name: value.clone()
-                        if name in _NUMBERS
-                        else None
-                        if value is None
-                        else self._flats[name][begin:end]
-                        for name, value in kept.items()
-                    }
+                for name, value in kept.items():
+                    own = value.clone() if name in _NUMBERS else value
+                    self._of_pieces[piece][name] = self._flats[name][begin:end] if name in values else own
         self._stretches, self._for = stretches, (untouched, self._momenta)
 
     def _neighbours(self, untouched: frozenset[int]) -> list[_Stretch] | None:
@@ -254,7 +250,8 @@ def _in_place_of(
 
 def _same_bits(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a few steps over pieces of a stretch come to the bits of those over its parameters, and leave the zeros
-    between these alone. Of every kind of group, as it is set now; the optimizer is as before."""
+    between these alone. This is tried with every kind of group, as it is set now, but for its learning rate, which may
+    be next to nothing at first. The optimizer is as before."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(zeros: float) -> Tensor:
@@ -280,16 +277,23 @@ def _same_bits(optimizer: torch.optim.Optimizer) -> bool:
         pieces.append([] if known else [nn.Parameter(piece) for piece in torch.split(flat, _TRIED_PIECE)])
     tried = [(own, cut) for own, cut in zip(apart, pieces, strict=True) if own]
     states: tuple[defaultdict[Any, Any], defaultdict[Any, Any]] = defaultdict(dict), defaultdict(dict)
-    for _ in range(_TRIED_STEPS):
-        for own, cut in tried:
-            gradient = drawn(-0.0)
-            for parameter, place in zip(own, places, strict=True):
-                parameter.grad = gradient[place].clone()
-            for piece, part in zip(cut, torch.split(gradient, _TRIED_PIECE), strict=True):
-                piece.grad = part
-        for parameters, state in zip((apart, pieces), states, strict=True):
-            with _in_place_of(optimizer, parameters, state):
-                optimizer.step()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = torch.full_like(rate, _TRIED_RATE) if isinstance(rate, Tensor) else _TRIED_RATE
+        for _ in range(_TRIED_STEPS):
+            for own, cut in tried:
+                gradient = drawn(-0.0)
+                for parameter, place in zip(own, places, strict=True):
+                    parameter.grad = gradient[place].clone()
+                for piece, part in zip(cut, torch.split(gradient, _TRIED_PIECE), strict=True):
+                    piece.grad = part
+            for parameters, state in zip((apart, pieces), states, strict=True):
+                with _in_place_of(optimizer, parameters, state):
+                    optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
     return all(
         not flat[between].any()
         and all(flat[place].numpy().tobytes() == parameter.detach().numpy().tobytes()
