@@ -302,13 +302,14 @@ async def test_a_run_whose_every_step_was_skipped_has_failed(update: str):
 # -- optimizers
 
 
-async def slowly_updated(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is told of a run whose optimizer takes most of the time, by the coordinator's clock."""
-    late, step = 0.0, SyncRule._step
+async def slowly_updated(optimizer: Any, monkeypatch: pytest.MonkeyPatch, *, slow_steps: int = 30) -> list[str]:
+    """What is told of a run whose optimizer takes most of the time, by the coordinator's clock, in its first steps."""
+    late, steps, step = 0.0, 0, SyncRule._step
 
     def take_time(rule: SyncRule, *arguments: Any) -> None:
-        nonlocal late
-        late += 0.2
+        nonlocal late, steps
+        steps += 1
+        late += 0.2 if steps <= slow_steps else 0.0
         step(rule, *arguments)
 
     monkeypatch.setattr(SyncRule, "_step", take_time)
@@ -325,6 +326,11 @@ async def slowly_updated(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> lis
 async def test_an_optimizer_that_takes_long_is_told_its_faster_form_once(monkeypatch: pytest.MonkeyPatch):
     (told,) = await slowly_updated(lambda parameters: torch.optim.AdamW(parameters), monkeypatch)
     assert re.match(r"the optimizer takes \d\d% of a step: AdamW\(\.\.\., fused=True\) makes", told)
+
+
+async def test_what_a_few_steps_waited_for_is_not_told_of_the_optimizer(monkeypatch: pytest.MonkeyPatch):
+    """Of the twenty that are watched: one in which flat steps are tried, others where the machine did other work."""
+    assert await slowly_updated(lambda parameters: torch.optim.AdamW(parameters), monkeypatch, slow_steps=10) == []
 
 
 class Own(torch.optim.SGD):
