@@ -113,6 +113,8 @@ class Job:
         for name in ("loss", "step", "collate", "evaluate"):
             given = getattr(self, name)
             need(given is None or callable(given), f"{name} is a {type(given).__name__}, not a function")
+        made = isinstance(self.loss, type) and issubclass(self.loss, nn.Module)
+        need(not made, "loss is a class", f"write loss=torch.nn.{getattr(self.loss, '__name__', '')}()")
         need(self.loss is None or self.step is None, "both loss and step are given", "give one of them")
         divides = self.parallelize is None or callable(self.parallelize)
         need(divides, "parallelize is not a function of the model and the mesh")
@@ -145,6 +147,9 @@ class Job:
         loader = isinstance(self.dataset, DataLoader)
         hint = "give its dataset=loader.dataset, and collate=loader.collate_fn and batch_size=... where they matter"
         need(not loader, "dataset is a DataLoader", hint)
+        columns = isinstance(self.dataset, Mapping) and 0 not in self.dataset
+        hint = "give one of its parts, or of columns torch.utils.data.TensorDataset(x, y)"
+        need(not columns, "dataset is a dict, which has no samples by number", hint)
         once = hasattr(self.dataset, "__next__")
         need(not once, "dataset is an iterator, which can be read once", "give what makes it: an IterableDataset")
         if self.streamed:

@@ -7,6 +7,8 @@ would be each worker's own, and lost.
 from __future__ import annotations
 
 import copy
+import itertools
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -120,12 +122,15 @@ def plain(made: Job) -> dict[str, Tensor]:
     """The loop that a user would write."""
     model = build_model(made)
     optimizer = made.optimizer(model)
+    scheduler = None if made.scheduler is None else made.scheduler(optimizer)
     (x,) = made.dataset.tensors
     for number in range(STEPS):
         begin = number * BATCH % len(x)
         optimizer.zero_grad()
         model(x[begin : begin + BATCH]).backward()
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
     return model.state_dict()
 
 
@@ -162,6 +167,55 @@ async def test_what_a_hook_has_changed_is_there_after_a_resume(tmp_path: Path, d
     assert any(isinstance(event, Warned) and "the optimizer has step hooks" in event.text for event in events)
 
 
+def counting(model: Any) -> torch.optim.Optimizer:
+    """Its step is another one than torch's, of the same class."""
+    made = torch.optim.SGD(model.parameters(), lr=0.05)
+    torchs, count = made.step, itertools.count()
+
+    def step(self: Any, closure: None = None) -> None:
+        next(count)
+        torchs(closure)
+
+    made.step = types.MethodType(step, made)  # type: ignore[method-assign]
+    return made
+
+
+class Counter:
+    """A factor of torch's scheduler, whose attributes that saves."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, step: int) -> float:
+        self.count += 1
+        return 0.9**self.count
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ({"optimizer": counting}, "the optimizer has functions (step) that do more than compute: what they keep"),
+        (
+            {"scheduler": lambda made: torch.optim.lr_scheduler.LambdaLR(made, Counter().__call__)},
+            "the scheduler has functions (lr_lambdas) that do more than compute: what they keep",
+        ),
+        ({"scheduler": lambda made: torch.optim.lr_scheduler.LambdaLR(made, Counter())}, ""),
+        ({"scheduler": lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.9**step)}, ""),
+    ],
+)
+async def test_what_functions_may_have_kept_is_told_after_a_resume(
+    parts: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    make = lambda: replace(job(), **parts)  # noqa: E731
+    whole = await train(make)
+    await train(make, run_dir=tmp_path / "run", max_steps=4)
+    events: list[Event] = []
+    again = await train(make, run_dir=tmp_path / "run", events=events)
+    told = [event.text for event in events if isinstance(event, Warned) and "begins anew" in event.text]
+    assert [says in text for text in told] == ([True] if says else [])
+    assert again.digest == whole.digest or "scheduler" in says
+
+
 class Following(torch.optim.SGD):
     """An optimizer of somebody's own that averages what it has made."""
 
@@ -174,29 +228,51 @@ class Following(torch.optim.SGD):
         return made
 
 
-@pytest.mark.parametrize("how", ["an optimizer of its own", "a hook of all optimizers"])
+OWN, HOOK = "an optimizer of its own", "a hook of all optimizers"
+PATCHED, FACTOR = "a step in place of torch's", "a factor of torch's scheduler"
+
+
+@pytest.mark.parametrize("how", [OWN, HOOK, PATCHED, FACTOR])
 async def test_whoever_is_called_with_the_update_may_change_it(how: str, tmp_path: Path) -> None:
     models: list[Any] = []
 
     def optimizer(model: Any) -> torch.optim.Optimizer:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if how == "an optimizer of its own":
-            made = Following(trained, lr=0.05)
-            made.model = model
-            return made
+        if how == OWN:
+            own = Following(trained, lr=0.05)
+            own.model = model
+            return own
         models.append(model)
-        return torch.optim.SGD(trained, lr=0.05)
+        made = torch.optim.SGD(trained, lr=0.05)
+        if how == PATCHED:
+            torchs = made.step
 
+            def step(self: Any, closure: None = None) -> None:
+                torchs(closure)
+                torch.no_grad()(in_place)(model)
+
+            made.step = types.MethodType(step, made)  # type: ignore[method-assign]
+        return made
+
+    def scheduler(made: torch.optim.Optimizer) -> Any:
+        model = models[-1]
+
+        def factor(step: int) -> float:
+            if step:
+                torch.no_grad()(in_place)(model)
+            return 1.0
+
+        return torch.optim.lr_scheduler.LambdaLR(made, factor)
+
+    parts = {"optimizer": optimizer, **({"scheduler": scheduler} if how == FACTOR else {})}
     handle = None
-    if how == "a hook of all optimizers":
+    if how == HOOK:
         handle = register_optimizer_step_post_hook(lambda *_: torch.no_grad()(in_place)(models[-1]))
     try:
-        told = plain(replace(job(), optimizer=optimizer))
+        told = plain(replace(job(), **parts))
         digests = set()
         for workers in (1, 2):
-            result = await train(
-                lambda: replace(job(), optimizer=optimizer), workers=workers, run_dir=tmp_path / f"{workers}"
-            )
+            result = await train(lambda: replace(job(), **parts), workers=workers, run_dir=tmp_path / f"{workers}")
             digests.add(result.digest)
     finally:
         if handle is not None:

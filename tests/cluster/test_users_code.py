@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import re
 import time
 from dataclasses import replace
@@ -205,6 +206,15 @@ async def test_float64_data_is_told_where_to_convert_it(where: str):
 # -- what makes the run's parts
 
 
+class Slots:
+    """torch would save its ``__dict__``."""
+
+    __slots__ = ()
+
+    def __call__(self, step: int) -> float:
+        return 1.0
+
+
 def _zero() -> Any:
     raise ZeroDivisionError("division by zero")
 
@@ -225,6 +235,14 @@ def _zero() -> Any:
         (
             {"scheduler": torch.optim.lr_scheduler.StepLR},
             r"write scheduler=lambda optimizer: torch\.optim\.lr_scheduler\.StepLR\(optimizer, \.\.\.\)$",
+        ),
+        (
+            {"scheduler": lambda made: torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=1.0), 1)},
+            "^job scheduler: it schedules another optimizer than the one that its function was given; write scheduler=",
+        ),
+        (
+            {"scheduler": lambda made: torch.optim.lr_scheduler.LambdaLR(made, Slots())},
+            "^job optimizer: its state, or its scheduler's, cannot be kept: AttributeError: .*; have state_dict",
         ),
         ({"scheduler": raising(asyncio.CancelledError())}, "^job scheduler: the function raised CancelledError"),
     ],
@@ -313,6 +331,9 @@ async def slowly_updated(optimizer: Any, monkeypatch: pytest.MonkeyPatch, *, slo
         step(rule, *arguments)
 
     monkeypatch.setattr(SyncRule, "_step", take_time)
+    monkeypatch.setattr(
+        "w5xde_async.coordinator.sync.training._SLOW_UPDATE", 0.7
+    )  # not what a busy machine makes of one
     job = replace(jobs.mlp_sgd(), optimizer=lambda model: optimizer(model.parameters()), max_steps=30)
     told: list[str] = []
     bus = Bus()
@@ -375,7 +396,18 @@ class Freezes(torch.optim.lr_scheduler.LRScheduler):
         return {name: value for name, value in super().state_dict().items() if name != "parameter"}
 
 
-def freezing(*, trains: bool) -> Job:
+def frees(made: torch.optim.Optimizer, *, trains: bool) -> Any:
+    """The same in a function that one of torch's own schedulers is given."""
+
+    def factor(step: int) -> float:
+        if step == 3:
+            made.frozen.requires_grad_(trains)  # type: ignore[attr-defined]
+        return 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(made, factor)
+
+
+def freezing(*, trains: bool, scheduler: Any = Freezes) -> Job:
     def model() -> nn.Module:
         made = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
         made[1].weight.requires_grad_(not trains)
@@ -387,13 +419,14 @@ def freezing(*, trains: bool) -> Job:
         return built
 
     return replace(
-        jobs.mlp_sgd(), model=model, optimizer=optimizer, scheduler=lambda made: Freezes(made, trains=trains)
+        jobs.mlp_sgd(), model=model, optimizer=optimizer, scheduler=lambda made: scheduler(made, trains=trains)
     )
 
 
+@pytest.mark.parametrize("scheduler", [Freezes, frees])
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen", "unfrozen"])
-async def test_what_a_scheduler_freezes_or_unfreezes_ends_the_run_which_could_not_heed_it(trains: bool):
-    error = await failing(freezing(trains=trains))
+async def test_what_a_scheduler_freezes_or_unfreezes_ends_the_run_which_could_not_heed_it(trains: bool, scheduler: Any):
+    error = await failing(freezing(trains=trains, scheduler=scheduler))
     assert isinstance(error, UpdateFailed)
     assert "parameter '1.weight' was" in str(error)
     assert error.step == 3
@@ -407,6 +440,20 @@ async def test_what_a_step_unfreezes_ends_the_run_which_would_not_train_it():
     error = await failing(replace(freezing(trains=True), scheduler=None, step=step, loss=None))
     assert isinstance(error, LeafFailed)
     assert "parameter '1.weight' was frozen when the run began and is to be trained now" in str(error)
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(torch.rand(()))], ids=["random", "torch"])
+async def test_what_a_function_of_torchs_scheduler_draws_is_seeded_from_seed_and_step(draw: Any, tmp_path: Path):
+    def job() -> Job:
+        return replace(
+            jobs.mlp_sgd(), max_steps=6, epochs=None,
+            scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.5 + draw()),
+        )  # fmt: skip
+
+    whole = await train(job, workers=2)
+    run = tmp_path / "run"
+    await train(job, run_dir=run, max_steps=3)
+    assert (await train(job, run_dir=run)).digest == whole.digest != (await train(jobs.mlp_sgd)).digest
 
 
 def overflowing(at: int, *, steps: int = 12, exploding: bool = True) -> Job:

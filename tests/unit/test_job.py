@@ -56,6 +56,8 @@ class Told(TensorDataset):
         ({"optimizer": "sgd"}, r"optimizer is not a function; write optimizer=lambda model: torch.optim.SGD\(model"),
         ({"scheduler": 3}, "scheduler is not a function"),
         ({"loss": 5}, "loss is a int, not a function"),
+        ({"loss": torch.nn.CrossEntropyLoss}, r"loss is a class; write loss=torch\.nn\.CrossEntropyLoss\(\)"),
+        ({"dataset": {"x": [1], "y": [2]}}, "dataset is a dict, .* by number; give one of its parts, or of columns"),
         ({"step": "train"}, "step is a str, not a function"),
         ({"collate": 5}, "collate is a int, not a function"),
         ({"evaluate": 5}, "evaluate is a int, not a function"),

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from w5xde_async.errors import JobError, in_one_line
 from w5xde_async.job import Job, made_by, parts_of, trained_otherwise
@@ -36,6 +35,7 @@ from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.updates.buffers import BufferState
 from w5xde_async.updates.flat_step import FlatStep
 from w5xde_async.updates.on_device import OnDevice
+from w5xde_async.updates.own_code import has_hooks, is_foreign
 from w5xde_async.updates.untrained import Untrained
 from w5xde_async.users_code import users_code
 
@@ -137,10 +137,10 @@ class SyncRule:
         self.layout, self._buffers, self._across = layout, BufferState(layout, state), across
         self._parameters = [(index, tensors[index]) for index in layout.trainable]
         self.optimizer, self.scheduler, self.clip, self.scale = optimizer, scheduler, clip, scale
-        self._is_foreign = _is_foreign(optimizer)
+        self._is_foreign = is_foreign(optimizer)
         self._places = [parameter.data for _, parameter in self._parameters] if self._is_foreign else []
         # Whether a step calls code that is not torch's, whether that has drawn, and steps in which it has not.
-        self._own_code = self._is_foreign or has_hooks(optimizer) or any(map(_is_foreign, parts_of(scheduler)))
+        self._own_code = self._is_foreign or has_hooks(optimizer) or any(map(is_foreign, parts_of(scheduler)))
         self._untrained = untrained if self._own_code else None
         self._drew, self._steady, self._seed = False, 0, seed
         self._beside = _beside_its_state(optimizer) if self._is_foreign else {}
@@ -469,12 +469,6 @@ class SyncRule:
             self.scale.value, self.scale.good_steps = float(state["scale"][0]), int(state["scale"][1])
 
 
-def has_hooks(optimizer: Any) -> bool:
-    """Whether its steps call code of the user's."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
-
-
 def _beside_its_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """By attribute that torch's own optimizers have not: what tells whether it has changed. Of others than numbers,
     tensors and containers of those it is not known."""
@@ -492,11 +486,6 @@ def _told(value: Any, depth: int = 2) -> Any:
         parts = value.values() if isinstance(value, dict) else value
         return len(value), tuple(_told(part, depth - 1) for part in islice(parts, _MOST_TOLD))
     return None
-
-
-def _is_foreign(made: object) -> bool:
-    """Whether its code is not torch's. (What ``LambdaLR`` is given is a function of the step's number.)"""
-    return made is not None and type(made).__module__.partition(".")[0] != "torch"
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -583,4 +572,6 @@ def _scheduler(job: Job, optimizer: torch.optim.Optimizer) -> Any:
         )
     if not (hasattr(made, "step") and hasattr(made, "state_dict") and hasattr(made, "load_state_dict")):
         raise JobError("scheduler", f"returned {type(made).__name__}, not a torch LRScheduler", hint)
+    if any(getattr(part, "optimizer", optimizer) is not optimizer for part in parts_of(made)):
+        raise JobError("scheduler", "it schedules another optimizer than the one that its function was given", hint)
     return made

@@ -42,7 +42,8 @@ from w5xde_async.telemetry.recorder import recorded
 from w5xde_async.telemetry.records import number
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule
-from w5xde_async.updates.sync import SyncRule, has_hooks
+from w5xde_async.updates.own_code import forgets, has_hooks
+from w5xde_async.updates.sync import SyncRule
 
 _SET_ASIDE = "start with --durability checkpoint to set the journal aside and go on from the newest checkpoint"
 _FROM_0 = (
@@ -381,11 +382,16 @@ def _restore(
 def _forgotten(strategy: Strategy) -> list[str]:
     """What a checkpoint does not hold: what hooks keep, and the state of optimizers that workers run, each its own."""
     schedule, optimizer = strategy.schedule, strategy.rule.optimizer
+    scheduler = getattr(strategy.rule, "scheduler", None)
+    has = ["the optimizer has step hooks"] if has_hooks(optimizer) else []
+    for what, made in (("optimizer", optimizer), *(("scheduler", part) for part in parts_of(scheduler))):
+        if made is not None and (names := forgets(made)):
+            has.append(f"the {what} has functions ({', '.join(names)[:100]}) that do more than compute")
     notes = []
-    if has_hooks(optimizer):
+    if has:
         notes.append(
-            "the optimizer has step hooks: what they keep themselves, a count or an average, begins anew; parameters, "
-            "buffers and the optimizer's state are as they were"
+            f"{'; '.join(has)}: what they keep themselves, a count or an average, begins anew; parameters, buffers and "
+            "the state of optimizer and scheduler are as they were"
         )
     if schedule is None or not has_memory(optimizer, schedule.scheduled):
         return notes

@@ -28,7 +28,7 @@ from w5xde_async.coordinator.run.strategy import make_strategy, possible_choices
 from w5xde_async.coordinator.run.warm_start import begin_with, begins_anew, kept_leaf_size
 from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
 from w5xde_async.data.stream import stream_of
-from w5xde_async.errors import JobError, UsageError
+from w5xde_async.errors import JobError, StoreError, UsageError, in_one_line
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
@@ -40,6 +40,9 @@ from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.store.rundir import RunDir
 from w5xde_async.store.state import pack_state
 from w5xde_async.updates.asynchronous import delay_warning
+from w5xde_async.updates.outer import OuterRule
+from w5xde_async.updates.sync import SyncRule
+from w5xde_async.users_code import users_code
 from w5xde_async.wire.handshake import NONCE_BYTES
 
 
@@ -147,7 +150,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step
     )  # fmt: skip
     strategy = make_strategy(spec, config, config.update)
     optimizer = strategy.rule.optimizer
-    pack_state(strategy.rule.state_dict())  # an optimizer that cannot be saved is refused now, not at a checkpoint
+    _check_kept(strategy.rule)
     if config.auto:
         spec = replace(spec, possible=possible_choices(spec, config.update))
     if config.target_batch is not None:
@@ -164,6 +167,17 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step
         config.unlike_results(config.update),
     ]
     return Prepared(spec, strategy, ResumePoint(notes=tuple(filter(None, warnings))))
+
+
+def _check_kept(rule: SyncRule | OuterRule) -> None:
+    """An optimizer that cannot be saved is refused now, not at a checkpoint. Raises JobError."""
+    try:
+        with users_code():
+            pack_state(rule.state_dict())
+    except Exception as error:
+        what = str(error) if isinstance(error, StoreError) else in_one_line(error)
+        hint = "have state_dict() give numbers, strings, tensors, and lists and dicts of those"
+        raise JobError("optimizer", f"its state, or its scheduler's, cannot be kept: {what}", hint) from error
 
 
 def _has_delay(config: CoordinatorConfig) -> bool:

@@ -1,0 +1,199 @@
+"""Functions that only compute are told from those that may do anything; where it is not known, it is the latter."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from w5xde_async.job import parts_of
+from w5xde_async.updates.own_code import is_foreign
+
+S = torch.optim.lr_scheduler
+WARMUP, RATES, TABLE = 10, [1.0, 0.5, 0.25], np.linspace(1, 0, 50)
+MODEL = nn.Linear(2, 2)
+TOLD = argparse.Namespace(warmup=3)
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+def foreign(scheduler: Any) -> bool:
+    return any(map(is_foreign, parts_of(scheduler)))
+
+
+def of_torch(made: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "step": S.StepLR(made, 2),
+        "multi": S.MultiStepLR(made, [2, 4]),
+        "constant": S.ConstantLR(made),
+        "linear": S.LinearLR(made),
+        "exponential": S.ExponentialLR(made, 0.9),
+        "polynomial": S.PolynomialLR(made),
+        "cosine": S.CosineAnnealingLR(made, 5),
+        "restarts": S.CosineAnnealingWarmRestarts(made, 5),
+        "cyclic": S.CyclicLR(made, 0.1, 0.2, cycle_momentum=False),
+        "cyclic, exp": S.CyclicLR(made, 0.1, 0.2, mode="exp_range", gamma=0.9, cycle_momentum=False),
+        "one cycle": S.OneCycleLR(made, 0.1, 20, cycle_momentum=False),
+        "sequential": S.SequentialLR(made, [S.ConstantLR(made), S.ExponentialLR(made, 0.9)], [2]),
+        "chained": S.ChainedScheduler([S.ConstantLR(made), S.ExponentialLR(made, 0.9)]),
+        "swa": torch.optim.swa_utils.SWALR(made, 0.1),
+    }
+
+
+@pytest.mark.parametrize("name", of_torch(optimizer()))
+def test_none_of_torchs_own_schedulers_is_foreign_nor_what_they_step(name: str) -> None:
+    made = optimizer()
+    assert not foreign(of_torch(made)[name])
+    assert not is_foreign(made)
+
+
+@pytest.mark.parametrize("name", [
+    "constant", "constant_with_warmup", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "inverse_sqrt",
+    "linear", "polynomial", "warmup_stable_decay",
+])  # fmt: skip
+def test_what_transformers_gives_to_lambdas_computes(name: str) -> None:
+    kept = {"cosine_with_min_lr": {"min_lr": 0.01}, "warmup_stable_decay": {"num_decay_steps": 5}}.get(name)
+    made = transformers.get_scheduler(name, optimizer(), 5, 50, scheduler_specific_kwargs=kept)
+    assert not foreign(made)
+
+
+def nested(step: int) -> float:
+    def inner(x: float) -> float:
+        return helped(x) + sum(RATES[i] for i in range(2))
+
+    return inner(step / WARMUP)
+
+
+def helped(x: float) -> float:
+    return min(1.0, max(x, math.cos(x))) if x else float(np.exp(-x))
+
+
+def recursive(step: int) -> float:
+    return 1.0 if step == 0 else 0.9 * recursive(step - 1)
+
+
+def tempered(step: int, *, by: float = 0.5) -> float:
+    return by**step
+
+
+COMPUTE: dict[str, Callable[[int], float]] = {
+    "power": lambda step: 0.95**step,
+    "globals": lambda step: min(1.0, (step + 1) / WARMUP),
+    "list": lambda step: RATES[min(step, len(RATES) - 1)],
+    "array": lambda step: float(TABLE[step]),
+    "numpy": lambda step: np.float64(0.9) ** step,
+    "others": nested,
+    "recursive": recursive,
+    "partial": functools.partial(tempered, by=0.3),
+    "builtin": math.exp,
+    "table's method": {0: 1.0, 1: 0.5}.get,
+    "parsed arguments": lambda step: min(1.0, step / TOLD.warmup),
+}  # fmt: skip
+
+
+class Own:
+    def __call__(self, step: int) -> float:
+        return 1.0
+
+    def factor(self, step: int) -> float:
+        return 1.0
+
+
+def writes(step: int) -> float:
+    global WARMUP
+    WARMUP = step
+    return 1.0
+
+
+def imports(step: int) -> float:
+    import secrets
+
+    return 1.0 + secrets.randbelow(2)
+
+
+def hidden(step: int) -> float:
+    return deeper(step)
+
+
+def deeper(step: int) -> float:
+    return sum(random.random() for _ in range(2))
+
+
+def later(step: int) -> float:
+    return not_yet_there(step)  # type: ignore[name-defined] # noqa: F821
+
+
+MAY_DO_ANYTHING: dict[str, Callable[..., float]] = {
+    "draws": lambda step: random.random(),
+    "draws by a method": random.random,
+    "draws by numpy": lambda step: np.random.rand(),
+    "draws by torch": lambda step: torch.rand(()).item(),
+    "draws further down": hidden,
+    "a model of the file's": lambda step: MODEL.weight.fill_(0.0) and 1.0,
+    "a model of its own": lambda step, model=MODEL: model.requires_grad_(False) and 1.0,
+    "partial of a model": functools.partial(lambda model, step: 1.0, MODEL),
+    "a model in a list": lambda step, held=[{"of": (MODEL,)}]: 1.0,
+    "an object": Own(),
+    "a method": Own().factor,
+    "a class": Own,
+    "writes a global": writes,
+    "imports": imports,
+    "what is not there yet": later,
+    "reads a file": lambda step: float(open("rate").read()),
+    "evaluates": lambda step: eval("step"),
+    "finds what it is not given": lambda step: getattr(step, "re" + "al"),
+    "prints": print,
+}
+
+
+@pytest.mark.parametrize("kind", COMPUTE)
+def test_a_function_that_only_computes_is_no_code_to_look_after(kind: str) -> None:
+    assert not is_foreign(scheduler(COMPUTE[kind]))
+
+
+@pytest.mark.parametrize("kind", MAY_DO_ANYTHING)
+def test_a_function_that_may_do_anything_is(kind: str) -> None:
+    assert is_foreign(scheduler(MAY_DO_ANYTHING[kind]))
+
+
+def scheduler(factor: Callable[..., float]) -> Any:
+    made = S.LambdaLR(optimizer(), lambda step: 1.0)
+    made.lr_lambdas = [factor]
+    return made
+
+
+@pytest.mark.parametrize("factor", [MAY_DO_ANYTHING["draws"], MAY_DO_ANYTHING["a model of its own"]])
+def test_where_schedulers_take_a_function(factor: Callable[..., float]) -> None:
+    made = optimizer()
+    assert foreign(S.MultiplicativeLR(made, factor))
+    assert foreign(S.CyclicLR(made, 0.1, 0.2, scale_fn=factor, cycle_momentum=False))
+    assert foreign(S.SequentialLR(made, [S.ConstantLR(made), S.LambdaLR(made, factor)], [2]))
+    assert foreign(S.ChainedScheduler([S.ConstantLR(made), S.LambdaLR(made, factor)]))
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_step_that_was_put_in_place_of_torchs_is_foreign(scheduled: bool) -> None:
+    """With a scheduler torch puts one of its own there, which calls it."""
+    made = optimizer()
+    before = made.step
+
+    def step(self: torch.optim.Optimizer, closure: None = None) -> Any:
+        MODEL.weight.data.clamp_(-1, 1)
+        return before(closure)
+
+    made.step = types.MethodType(step, made)  # type: ignore[method-assign]
+    if scheduled:
+        S.ConstantLR(made)
+    assert is_foreign(made)
