@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
+from w5xde_async.compute import first_gradients
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import ComputedBlock, Task
 from w5xde_async.compute.engine import Engine, LeafError, choose_device
@@ -183,6 +184,13 @@ def same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) ->
             assert value.numpy().tobytes() == wanted.contiguous().numpy().tobytes(), name
 
 
+@pytest.fixture(params=[first_gradients._LARGE, 0, 20], ids=["added", "copied", "some copied"])
+def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of how many values a parameter is more than, whose first gradient is copied to where it belongs."""
+    monkeypatch.setattr(first_gradients, "_LARGE", request.param)
+
+
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("num_leaves", range(1, 10))
 @pytest.mark.parametrize("model", [Net, plain_net])
@@ -198,6 +206,7 @@ def test_block_sums_are_the_naive_sums(bucket_bytes: int, model: Any, num_leaves
         assert sorted([*run.emitted, *outcome.absent]) == list(range(len(run.engine.layout.result_buckets))), first
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("num_leaves", [1, 2, 5])
 @pytest.mark.parametrize("model", [Net, plain_net])
 def test_accumulated_leaves(model: Any, num_leaves: int) -> None:
@@ -219,6 +228,7 @@ def test_the_loss_scale_multiplies_gradients_but_not_losses() -> None:
     assert plain.losses == scaled.losses
 
 
+@pytest.mark.usefixtures("large")
 def test_untouched_and_absent_are_named() -> None:
     run = Run(job())
     batches = leaves((4, 4))
@@ -258,6 +268,7 @@ class Watched(nn.Module):
 RUNNING: list[Run] = []
 
 
+@pytest.mark.usefixtures("large")
 def test_buckets_leave_while_backward_goes_on() -> None:
     run = Run(job(model=Watched))
     RUNNING[:] = [run]
@@ -290,6 +301,7 @@ class Shared(nn.Module):
         return h[:, :3]
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("bucket_bytes", [512, 4 << 20])
 def test_gradients_that_come_twice_are_summed_before_they_leave(bucket_bytes: int) -> None:
     run, batches = Run(job(model=Shared), bucket_bytes=bucket_bytes), leaves((4, 4))
@@ -298,6 +310,7 @@ def test_gradients_that_come_twice_are_summed_before_they_leave(bucket_bytes: in
         same(run.sums(outcome), naive(job(model=Shared), batches, (4, 4)))
 
 
+@pytest.mark.usefixtures("large")
 def test_gradients_of_one_bucket_that_come_twice_all_of_a_sudden_are_summed() -> None:
     run, batches = Run(job(model=Shared), bucket_bytes=4 << 20), leaves((4, 4))
     module = run.engine.model
@@ -319,6 +332,7 @@ def test_after_its_first_block_a_small_model_has_no_hooks_left() -> None:
     assert not any(parameter._post_accumulate_grad_hooks for parameter in parameters)
 
 
+@pytest.mark.usefixtures("large")
 def test_gradients_that_come_twice_all_of_a_sudden_are_an_error_with_advice() -> None:
     run, batches = Run(job(model=Shared)), leaves((4, 4))
     module = run.engine.model
@@ -359,6 +373,7 @@ class Hungry(nn.Module):
         raise torch.OutOfMemoryError("out of memory")
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_out_of_memory_is_tried_again_in_smaller_pieces(most: int, late: bool) -> None:
@@ -414,6 +429,7 @@ def failing(module: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(module(x), y)
 
 
+@pytest.mark.usefixtures("large")
 def test_an_error_names_its_leaf_and_where_it_was_raised() -> None:
     run = Run(job(loss=None, step=failing, model=plain_net))
     batches = leaves((4, 4, 4, 4))
@@ -491,6 +507,7 @@ def clipping(module: nn.Module, batch: Any) -> Tensor:
 CLEARING = [partial(cleared, "", to_none, late) for to_none in (True, False) for late in (True, False)]
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("overlapping", [False, True])
 @pytest.mark.parametrize("step", [*CLEARING, backward_twice, clipping])
 @pytest.mark.parametrize("model", [Net, plain_net, lambda: nn.Linear(8, 3)])
@@ -510,6 +527,7 @@ def test_a_step_that_changes_gradients_is_told_so(model: Any, step: Any, overlap
     assert not run.emitted
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("part", ["head", "narrow", "norm"])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a_step_that_clears_the_gradients_of_one_layer_is_told_so(part: str, to_none: bool) -> None:
@@ -548,6 +566,7 @@ class Sized(nn.Module):
         return h[:, :3]
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket_bytes", [1 << 18, 4 << 20])
 @pytest.mark.parametrize("blocks", [0, 3])
@@ -585,6 +604,7 @@ class SlowCopies:
             self._waiting.pop(0)()
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("error", [ZeroDivisionError(), torch.OutOfMemoryError("out of memory"), KeyboardInterrupt()])
 def test_however_a_block_ends_nothing_is_emitted_after_it(error: BaseException) -> None:
     run = Run(job(model=Watched))
@@ -715,6 +735,7 @@ def writing(module: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(module(batch[0]), batch[1])
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_block_that_is_computed_again_begins_with_the_batch_as_it_came(packed: bool) -> None:
     """The first draw from ``random`` has it computed again, when the step has written into its batch."""
@@ -775,6 +796,7 @@ def test_blocks_on_two_threads_take_turns_with_the_random_state() -> None:
 # -- new versions
 
 
+@pytest.mark.usefixtures("large")
 def test_new_parameters_and_buffers_are_computed_with() -> None:
     run, batches = Run(job(model=plain_net)), leaves((4, 4))
     before = run.compute(task(batches, (4, 4)))

@@ -37,6 +37,7 @@ from w5xde_async.compute.block import (
 )
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.compiling import CompiledStep
+from w5xde_async.compute.first_gradients import FirstGradients
 from w5xde_async.compute.flops import counting_flops
 from w5xde_async.compute.halving import Halving, lacks_memory
 from w5xde_async.compute.program.program_job import ProgramJob
@@ -223,9 +224,10 @@ class Engine:
         # before the block's end they are seeded only once a block has been seen to draw; that block is done again.
         self._seeds_python = len(self._grad_buckets) != 1
         self._drew = False  # a leaf has drawn from torch's generators: other kinds of devices draw other numbers
-        self._hooks: list[Any] = []
+        self._first = FirstGradients(layout, self._parameters if self.device.type == "cpu" else [])
+        self._hooks: list[Any] = [*self._first.hooks]
         if len(self._grad_buckets) > 1:  # a single bucket is complete when backward ends
-            self._hooks = [
+            self._hooks += [
                 parameter.register_post_accumulate_grad_hook(partial(self._landed, index))
                 for index, parameter in self._parameters
             ]
@@ -325,6 +327,7 @@ class Engine:
             self._end_fork(error)
             lost = self._transfer.lost()
             if lost is None:
+                self._bound = None  # backward may have broken off
                 self._transfer.wait()  # whoever hears of it may count on no further ``emit``
                 raise
             # Whatever was raised, and wherever: the kernel that failed may have been launched long before.
@@ -414,7 +417,7 @@ class Engine:
                     vector = self._pool.take()
                     block.open.append(vector)
                     transfer.guard(vector)
-                    vector.reset()
+                    self._first.reset(vector)
                     if block.host is None:
                         block.host = vector if transfer.on_host else transfer.host_pool.take()
                 self._bind(block.open[-1])
@@ -469,7 +472,9 @@ class Engine:
             if finishing and end == samples and self._overlap:
                 self._check_bound()  # before anything leaves
                 block.count_down(self._grad_buckets)
+            self._first.begin(self._gradients)
             _run_backward(loss, self._weight(count * block.task.loss_scale))
+            self._first.end()
             self._check_bound()
             if self._frozen:
                 self._check_frozen()

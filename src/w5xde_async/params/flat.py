@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from w5xde_async.params.layout import ALIGN_BYTES, Bucket, Layout, named_state
+from w5xde_async.params.layout import ALIGN_BYTES, Bucket, Group, Layout, named_state
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -246,11 +246,12 @@ class ResultVector:
             for e in self.layout.entries
         ]
 
-    def reset(self) -> None:
-        """Fill with the neutral element. For sums that is -0.0: -0.0 + x is x to the bit, which 0.0 + -0.0 is not."""
-        for group, piece in zip(self.layout.groups, self.groups, strict=True):
+    def reset(self, parts: Iterable[tuple[int, int, int]] | None = None) -> None:
+        """Fill with the neutral element; ``parts``: (group, begin, end), there alone. For sums that is -0.0: -0.0 + x
+        is x to the bit, which 0.0 + -0.0 is not."""
+        pieces: Iterable[tuple[Group, Tensor | None]] = zip(self.layout.groups, self.groups, strict=True)
+        if parts is not None:
+            pieces = [(self.layout.groups[index], self.group(index)[begin:end]) for index, begin, end in parts]
+        for group, piece in pieces:
             if piece is not None:
-                if group.role == "max":
-                    piece.fill_(_LEAST)
-                else:
-                    piece.fill_(-0.0)
+                piece.fill_(_LEAST if group.role == "max" else -0.0)
