@@ -134,6 +134,20 @@ def test_a_secret_that_is_gone_is_told_of_and_who_is_revoked_is_read(tmp_path: P
     assert not access.reload()
 
 
+@pytest.mark.parametrize("damage", [lambda path: path.write_text(""), lambda path: path.chmod(0o644)])
+def test_a_damaged_secret_of_the_runs_own_may_be_deleted(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    Access(TLS, path)
+    before = (path / "secret").read_text()
+    damage(path / "secret")
+    with pytest.raises(UsageError, match="; or delete it, and the next start makes another, with another join string"):
+        Access(TLS, path)
+    (path / "secret").unlink()
+    Access(TLS, path)
+    assert (path / "secret").read_text() not in ("", before)
+
+
 def test_a_list_is_read_where_nothing_else_is_left(tmp_path: Path) -> None:
     """What invitations were made from is all that lies there beside a token and a certificate that were given."""
     path = tmp_path / "run"
@@ -207,7 +221,7 @@ def test_a_certificate_of_its_own_that_is_damaged_says_what_to_delete(
 def test_a_key_of_its_own_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
     own_certificate(tmp_path, "digits")
     (tmp_path / "key.pem").chmod(mode)
-    with pytest.raises(UsageError, match=f"can be read by others; run: chmod 600 {tmp_path}/key.pem"):
+    with pytest.raises(UsageError, match=f"can be read by others; run: chmod 600 {tmp_path}/key.pem$"):
         own_certificate(tmp_path, "digits")
 
 

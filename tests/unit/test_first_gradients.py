@@ -52,7 +52,7 @@ class Odd(nn.Module):
 
 
 def sums(made: Job, copied: bool, monkeypatch: pytest.MonkeyPatch, *, bucket_bytes: int) -> list[Any]:
-    """Of blocks of several sizes: everything that has left, to the bit."""
+    """Of blocks of several sizes: all that has left, to the bit; and whether gradients were seen to come in parts."""
     monkeypatch.setattr(first_gradients, "_LARGE", 0 if copied else 1 << 40)
     run, found = Run(made, bucket_bytes=bucket_bytes), []
     for number, count in enumerate((1, 3, 2, 5)):
@@ -62,7 +62,7 @@ def sums(made: Job, copied: bool, monkeypatch: pytest.MonkeyPatch, *, bucket_byt
             outcome.losses, outcome.untouched, outcome.absent,
             {bucket: piece.numpy().tobytes() for bucket, piece in sorted(run.copies.items())},
         ))  # fmt: skip
-    return found
+    return [found, run.engine._in_parts]
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 4 << 20])
@@ -99,6 +99,23 @@ def test_hooks_of_the_models_own_see_what_they_saw(
     made = job(model=lambda: Odd("plain", hooked))
     added, copied = (sums(made, way, monkeypatch, bucket_bytes=bucket_bytes) for way in (False, True))
     assert copied == added
+
+
+@pytest.mark.parametrize("large", [0, 1 << 40])
+def test_a_hook_that_puts_another_gradient_there_is_told_so_in_a_block_of_one_leaf_too(
+    large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replaces(parameter: nn.Parameter) -> None:
+        def hook(landed: Tensor) -> None:
+            assert landed.grad is not None
+            landed.grad = landed.grad * 0.5
+
+        parameter.register_post_accumulate_grad_hook(hook)
+
+    monkeypatch.setattr(first_gradients, "_LARGE", large)
+    run = Run(job(model=lambda: Odd("plain", replaces)))
+    with pytest.raises(LeafError, match="changed the model's gradients"):
+        run.compute(task(leaves((LEAF,)), (LEAF,)))
 
 
 def test_after_a_pass_that_was_broken_off_the_next_block_is_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:

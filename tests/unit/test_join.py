@@ -119,10 +119,12 @@ def test_files_with_secrets_are_for_their_owner_alone(tmp_path: Path):
     path.chmod(0o640)
     with pytest.raises(UsageError, match="chmod 600"):
         read_secret_file(path, kind="join file")
-    for content in ("", "two\nlines"):
+    for content, what in (("", "is empty"), ("two\nlines", "does not hold one line")):
         write_private_line(path, content)
-        with pytest.raises(UsageError, match="one line"):
+        with pytest.raises(UsageError, match=f"{what}; copy it once more from where it was made"):
             read_secret_file(path)
+    write_private_line(path, "\ufeffof an editor's")
+    assert read_secret_file(path) == "of an editor's"
     with pytest.raises(UsageError, match="No such file"):
         read_secret_file(tmp_path / "none")
 

@@ -25,7 +25,7 @@ _LARGE = 1 << 18  # values, beyond which a pass over memory takes longer than wh
 
 
 class FirstGradients:
-    """Of one model on the CPU. ``parameters``: its trainable ones by entry; of others than float32 none is copied.
+    """Of one model on the CPU. ``parameters``: its trainable ones by entry.
 
     To be made before anybody else has hooks called when gradients have landed: where somebody has had some before,
     who may want to see the sum, parameters are left as they are.
@@ -35,9 +35,7 @@ class FirstGradients:
         self._large = [
             (at, parameter)
             for at, (_, parameter) in enumerate(parameters)
-            if parameter.numel() > _LARGE
-            and parameter.dtype is torch.float32
-            and not parameter._post_accumulate_grad_hooks
+            if parameter.numel() > _LARGE and not parameter._post_accumulate_grad_hooks
         ]
         self._rest = _between(layout, [parameters[at][0] for at, _ in self._large])
         self.hooks = [
@@ -45,7 +43,7 @@ class FirstGradients:
         ]
         self._gradients: Sequence[tuple[Any, Tensor]] = ()  # where each is to land
         self._fresh = False  # nothing has landed in the vector that was reset last
-        self._awaited: set[int] = set()  # places of those whose first gradient is to come
+        self._awaited: set[int] = set()  # of those whose first gradient is to come, or was when a pass broke off
 
     def reset(self, vector: ResultVector) -> None:
         """Make ``vector`` the neutral element; of large parameters, by what lands first."""
@@ -58,7 +56,6 @@ class FirstGradients:
         if not self._fresh:
             return
         self._fresh, self._gradients = False, gradients
-        self._awaited.clear()  # a pass that broke off may have left some
         for at, parameter in self._large:
             if parameter.grad is not gradients[at][1]:
                 raise TypeError(GRADIENTS_CHANGED)

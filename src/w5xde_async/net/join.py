@@ -157,7 +157,7 @@ def read_secret_file(path: Path, *, kind: str = "secret file") -> str:
     """
     path = path.expanduser()
     try:
-        with open(path, encoding="utf-8", opener=_without_waiting) as file:
+        with open(path, encoding="utf-8-sig", opener=_without_waiting) as file:
             status = os.fstat(file.fileno())
             piped = stat.S_ISFIFO(status.st_mode) and (path.parent in _OF_SHELLS or path == _STDIN)
             if not piped and not stat.S_ISREG(status.st_mode):
@@ -171,7 +171,8 @@ def read_secret_file(path: Path, *, kind: str = "secret file") -> str:
     if is_exposed(status):
         raise UsageError(f"{kind} {path} can be read by others; run: chmod 600 {shlex.quote(str(path))}")
     if not text or len(text.splitlines()) != 1:
-        raise UsageError(f"{kind} {path} does not hold one line")
+        what = f"{kind} {path} {'does not hold one line' if text else 'is empty'}"
+        raise UsageError(f"{what}; copy it once more from where it was made")
     return text
 
 

@@ -28,6 +28,7 @@ _LOCKED_BYTE = 1 << 20  # far behind the pid in a lock file: Windows would not l
 _ADVICE = {
     errno.ENOSPC: "the disk is full; free some space or choose another --run-dir",
     errno.EDQUOT: "the disk quota is used up; free some space or choose another --run-dir",
+    errno.EFBIG: "a file would be larger than this process may write; raise the limit (ulimit -f)",
     errno.EACCES: "permission denied; make it writable for this user or choose another --run-dir",
     errno.EPERM: "not permitted; make it writable for this user or choose another --run-dir",
     errno.EROFS: "the file system is read-only; choose another --run-dir",

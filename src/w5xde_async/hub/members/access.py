@@ -261,7 +261,7 @@ class Access:
         path = self._run_path / _INVITING
         if not path.exists():
             self._write_line(path, new_secret(), "what invitations are made from")
-        return read_secret_file(path)
+        return _read_own(path, "and invitations are void")
 
     def _write_line(self, path: Path, text: str, what: str) -> None:
         try:
@@ -280,7 +280,7 @@ class Access:
         return self._last_read
 
     def _read_secret(self, path: Path) -> str:
-        secret = read_secret_file(path)
+        secret = _read_own(path, "with another join string")
         if not is_loopback(self._config.host):
             check_strength(secret, f"the secret in {path}")
         return secret
@@ -311,6 +311,14 @@ class Access:
             else:
                 quarantined[name] = reason
         self.credentials.replace_revoked(names, quarantined)
+
+
+def _read_own(path: Path, otherwise: str) -> str:
+    """One of the run's own secrets. ``otherwise``: what comes of another. Raises UsageError."""
+    try:
+        return read_secret_file(path)
+    except UsageError as error:
+        raise UsageError(f"{error}; or delete it, and the next start makes another, {otherwise}") from None
 
 
 def _is_line(name: str) -> bool:
