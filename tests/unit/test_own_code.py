@@ -135,6 +135,14 @@ def later(step: int) -> float:
     return not_yet_there(step)  # type: ignore[name-defined] # noqa: F821
 
 
+def around(model: nn.Module) -> Callable[[int], float]:
+    return lambda step: 1.0 if model.training else 0.5
+
+
+def by_keyword(step: int, *, model: nn.Module = MODEL) -> float:
+    return 1.0 if model.training else 0.5
+
+
 MAY_DO_ANYTHING: dict[str, Callable[..., float]] = {
     "draws": lambda step: random.random(),
     "draws by a method": random.random,
@@ -143,6 +151,8 @@ MAY_DO_ANYTHING: dict[str, Callable[..., float]] = {
     "draws further down": hidden,
     "a model of the file's": lambda step: MODEL.weight.fill_(0.0) and 1.0,
     "a model of its own": lambda step, model=MODEL: model.requires_grad_(False) and 1.0,
+    "a model around it": around(MODEL),
+    "a model by keyword": by_keyword,
     "partial of a model": functools.partial(lambda model, step: 1.0, MODEL),
     "a model in a list": lambda step, held=[{"of": (MODEL,)}]: 1.0,
     "an object": Own(),

@@ -327,7 +327,6 @@ class Engine:
             self._end_fork(error)
             lost = self._transfer.lost()
             if lost is None:
-                self._bound = None  # backward may have broken off
                 self._transfer.wait()  # whoever hears of it may count on no further ``emit``
                 raise
             # Whatever was raised, and wherever: the kernel that failed may have been launched long before.
