@@ -399,15 +399,15 @@ def _listed(numbers: list[int], most: int) -> str:
 
 
 class UpdateFailed(W5xdeError):
-    """The job's optimizer or scheduler raised. Fields: ``step``, ``traceback`` (text).
+    """The job's optimizer or scheduler raised. Fields: ``step``, ``traceback`` (text). ``hint``: what to do, if known.
 
     Where the optimizer did, parameters may be half updated, and the last checkpoint is what counts. Where the scheduler
     did, they are those of the step before, which are saved.
     """
 
-    def __init__(self, step: int, error: BaseException, traceback: str) -> None:
+    def __init__(self, step: int, error: BaseException, traceback: str, hint: str = "") -> None:
         self.step, self.traceback = step, traceback
-        place = _place(_frames(traceback.splitlines()))
+        place = _place(_frames(traceback.splitlines())) + (f"; {hint}" if hint else "")
         super().__init__(f"the update after step {step} raised {type(error).__name__}: {error}{place}\n{traceback}")
 
 

@@ -17,7 +17,7 @@ from tests.support.cluster import QUICK_WORKER, settings
 
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import UsageError
+from w5xde_async.errors import UpdateFailed, UsageError
 from w5xde_async.job import Job, build_model
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.telemetry.events import Event, Warned
@@ -111,10 +111,15 @@ async def test_a_schedule_that_is_over_is_made_longer(tmp_path: Path) -> None:
     def cycle(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=3, cycle_momentum=False)
 
-    await run(job(cycle), tmp_path / "run", max_steps=3)
+    changes = "what its scheduler was made with is kept with the run: --override scheduler.total_steps=N changes it"
+    with pytest.raises(
+        UpdateFailed, match=f"^the update after step 4 raised ValueError: Tried .*; {changes}\n"
+    ) as caught:
+        await run(job(cycle), tmp_path / "run")
+    assert caught.value.step == 4
     result, said = await run(job(cycle), tmp_path / "run", override="scheduler.total_steps=7")
     assert (result.outcome, result.step) == ("finished", 6)
-    assert "from step 3 on scheduler.total_steps is 7, was 3" in said
+    assert "from step 4 on scheduler.total_steps is 7, was 3" in said
 
 
 @pytest.mark.parametrize(

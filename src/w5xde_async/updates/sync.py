@@ -84,10 +84,11 @@ class LossScale:
 
 
 class SchedulerFailed(Exception):
-    """The scheduler raised ``error`` before a step: nothing of that step is applied, and the state is whole."""
+    """The scheduler raised ``error`` before a step: nothing of that step is applied, and the state is whole. ``hint``:
+    what can be done about it, if that is known."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    def __init__(self, error: Exception, hint: str = "") -> None:
+        self.error, self.hint = error, hint
         super().__init__(str(error))
 
 
@@ -328,8 +329,14 @@ class SyncRule:
                         self._seed_draws("catch up")
                     self._schedule()
             except Exception as error:
-                raise SchedulerFailed(error) from error
+                raise SchedulerFailed(error, self._lengthened()) from error
             self._behind = False
+
+    def _lengthened(self) -> str:
+        """How a schedule that came out too short (OneCycleLR) is made longer: what the job says now is not asked."""
+        if not any("total_steps" in vars(part) for part in parts_of(self.scheduler)):
+            return ""
+        return "what its scheduler was made with is kept with the run: --override scheduler.total_steps=N changes it"
 
     @property
     def may_draw(self) -> bool:

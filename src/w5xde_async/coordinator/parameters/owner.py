@@ -82,7 +82,8 @@ class ParameterOwner:
 
     async def _failed(self, step: int, error: Exception) -> UpdateFailed:
         """What is raised for an ``error`` of the update, or of what follows it, at ``step``."""
+        hint = ""
         if isinstance(error, SchedulerFailed):
-            error = error.error
+            hint, error = error.hint, error.error
         told = await self.submit(partial(LeafFailed.shown, error))  # reads source files
-        return UpdateFailed(step, error, told)
+        return UpdateFailed(step, error, told, hint)
