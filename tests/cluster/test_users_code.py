@@ -332,7 +332,7 @@ async def slowly_updated(optimizer: Any, monkeypatch: pytest.MonkeyPatch, *, slo
 
     monkeypatch.setattr(SyncRule, "_step", take_time)
     monkeypatch.setattr(
-        "w5xde_async.coordinator.sync.training._SLOW_UPDATE", 0.7
+        "w5xde_async.coordinator.sync.training._SLOW_UPDATE", 0.4
     )  # not what a busy machine makes of one
     job = replace(jobs.mlp_sgd(), optimizer=lambda model: optimizer(model.parameters()), max_steps=30)
     told: list[str] = []
