@@ -331,9 +331,8 @@ async def slowly_updated(optimizer: Any, monkeypatch: pytest.MonkeyPatch, *, slo
         step(rule, *arguments)
 
     monkeypatch.setattr(SyncRule, "_step", take_time)
-    monkeypatch.setattr(
-        "w5xde_async.coordinator.sync.training._SLOW_UPDATE", 0.4
-    )  # not what a busy machine makes of one
+    share = "w5xde_async.coordinator.sync.training._SLOW_UPDATE"
+    monkeypatch.setattr(share, 0.4)  # a real one is a tenth to a fifth
     job = replace(jobs.mlp_sgd(), optimizer=lambda model: optimizer(model.parameters()), max_steps=30)
     told: list[str] = []
     bus = Bus()
