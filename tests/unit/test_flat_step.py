@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.common_optimizers import optim_db
 
+from w5xde_async import openmp
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.store.state import pack_state, unpack_state
@@ -144,8 +146,10 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("make", list(cases()))
-def test_every_optimizers_bits_are_those_of_its_own_steps(make: Make) -> None:
+def test_every_optimizers_bits_are_those_of_its_own_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     for groups in (1, 2):
+        if groups == 2:
+            apart(monkeypatch)
         beside = Beside(make, groups)
         for step in range(12):
             beside.step(frozenset({3}) if step == 6 else frozenset(), rate_factor=1.5 if step == 3 else 1.0)
@@ -153,6 +157,54 @@ def test_every_optimizers_bits_are_those_of_its_own_steps(make: Make) -> None:
             if step in (4, 8):  # while it steps over stretches, and while the optimizer steps itself
                 beside.resume()
         assert beside.is_flat == (not beside.ours.defaults.get("fused"))
+        assert beside.rule._flat is None or bool(beside.rule._flat._apart) == (beside.is_flat and groups == 2)
+
+
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads step the pieces, which are small."""
+    monkeypatch.setattr(flat_step, "_WORTH_APART", 0)
+    monkeypatch.setattr(flat_step, "_OWN_PIECE", 48)
+    monkeypatch.setattr(openmp, "_WORTH_A_THREAD", 1)
+    torch.set_num_threads(3)
+
+
+@pytest.mark.parametrize("schedule", [None, lambda made: torch.optim.lr_scheduler.OneCycleLR(made, 0.2, 20)])
+def test_several_threads_make_a_step_that_nobody_else_makes_too(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler puts a step of its own in place of the optimizer's, which steps that."""
+    apart(monkeypatch)
+    beside = Beside(adamw, 2)
+    if schedule is not None:
+        beside.rule.scheduler, theirs = schedule(beside.ours), schedule(beside.theirs)
+    by: set[int] = set()
+    step = torch.optim.AdamW.step
+
+    def noted(self: torch.optim.AdamW, closure: Any = None) -> Any:
+        by.add(threading.get_ident())
+        return step(self)
+
+    for number in range(6):
+        if number == 3:
+            monkeypatch.setattr(torch.optim.AdamW, "step", noted)
+        beside.step()
+        if schedule is not None:
+            theirs.step()
+        beside.check()
+    assert beside.is_flat
+    assert len(by) > 1
+    pieces = [piece for _, groups in beside.rule._flat._apart for given in groups.values() for piece in given]  # type: ignore[union-attr]
+    assert len(pieces) == len(set(pieces)) > 12
+    assert all(1 <= piece.numel() <= 48 for piece in pieces)
+
+
+def test_what_raises_in_another_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart(monkeypatch)
+    beside = Beside(adamw)
+    for _ in range(3):
+        beside.step()
+    assert beside.is_flat
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        beside.step()
 
 
 def test_the_optimizer_makes_its_state_itself() -> None:

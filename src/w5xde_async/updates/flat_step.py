@@ -5,6 +5,8 @@ update is of that value alone, it does not matter in which tensor it lies. So th
 neighbours in the flat vector are given to the optimizer as one tensor: many small ones cost what one does. Long
 stretches are given in pieces, whose intermediate values the allocator has at hand. The optimizer is the job's own
 object, with its own groups, rates and code; only its lists of parameters and its state are others while it steps.
+A large model's pieces are stepped by several threads, each piece by one, in whose cache it stays from operation to
+operation, and which waits for no other thread at any of them. There, stand-ins step: that object several times.
 
 The bits are those of a step over the parameters: every value goes through the same operations. That the kernels of this
 machine see it so, wherever in a tensor a value lies, and that the zeros between parameters stay zeros, is tried for
@@ -18,18 +20,22 @@ number for each parameter (``step``), is brought up to date by ``settle``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from w5xde_async.openmp import side_by_side
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
 
 _PIECE, _MOST_PIECE = 1 << 20, 1 << 21  # values: for each thread, which may sleep between operations; and at most
+_OWN_PIECE = 1 << 18  # where a piece is one thread's: of smaller ones Python takes longer, of larger ones memory
+_SHARES = 2  # of the pieces, for each thread: others are not to wait for one that is late
+_WORTH_APART = 8 << 20  # bytes of parameters: threads are begun, and waited for
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})  # of a state: not of a value each
 _MOST_WAIT = 64
 _ALIGN = ALIGN_BYTES // 4  # values
@@ -50,6 +56,13 @@ class _Stretch:
     pieces: list[nn.Parameter] = field(default_factory=list)
 
 
+class _StandIn(NamedTuple):
+    """An optimizer that makes a part of the job's optimizer's step. ``groups``: what it steps, by that one's groups."""
+
+    made: torch.optim.Optimizer
+    groups: Mapping[int, list[nn.Parameter]]
+
+
 class FlatStep:
     """Makes an optimizer's steps over stretches of the parameters, once the optimizer has made one itself; in the
     thread that owns it. The parameters are views of ``state``."""
@@ -67,6 +80,7 @@ class FlatStep:
         self._flats: dict[str, Tensor] = {}  # the state's values, by name, as the parameters lie
         self._stretches: list[_Stretch] = []
         self._of_pieces: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        self._apart: list[_StandIn] = []  # who steps the pieces, if it is not the optimizer
         self._for: tuple[frozenset[int], tuple[bool, ...]] | None = None  # steps that ``_stretches`` are for, if any
         self._last: frozenset[int] = frozenset()  # what was untouched in the optimizer's last own step
         self._alike = 0  # own steps in a row in which that was the same
@@ -119,11 +133,21 @@ class FlatStep:
                 at = end
             given[stretch.group] += stretch.pieces
         self._unsettled = True
-        with _in_place_of(self._optimizer, given, self._of_pieces):
-            self._optimizer.step()
+        if self._apart:
+            side_by_side(self._step_apart, self._apart, flat.nbytes)
+        else:
+            with _in_place_of(self._optimizer, given, self._of_pieces):
+                self._optimizer.step()
         for pieces in given:
             for piece in pieces:
                 piece.grad = None
+
+    def _step_apart(self, stand_in: _StandIn) -> None:
+        made, groups = stand_in
+        made.param_groups = [
+            {**self._optimizer.param_groups[group], "params": given} for group, given in groups.items()
+        ]
+        made.step()
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -142,7 +166,7 @@ class FlatStep:
     def forget(self) -> None:
         """The next steps are the optimizer's own: its state may be another then."""
         self.settle()
-        self._stretches, self._for, self._alike = [], None, 0
+        self._stretches, self._apart, self._for, self._alike = [], [], None, 0
         self._of_pieces.clear()
 
     # -- building ------------------------------------------------------------------------------------------
@@ -157,7 +181,9 @@ class FlatStep:
             {name for stretch in stretches for index in stretch.entries for name in self._values(index)}
         ):
             self._flatten(name, stretches)
-        whole, length = self._state.groups[self._group], min(_PIECE * torch.get_num_threads(), _MOST_PIECE)
+        whole, threads = self._state.groups[self._group], torch.get_num_threads()
+        apart = threads > 1 and whole.nbytes >= _WORTH_APART
+        length = _OWN_PIECE if apart else min(_PIECE * threads, _MOST_PIECE)
         for stretch in stretches:
             last = self._layout.entries[stretch.entries[-1]]
             stop, values = last.offset + last.numel, self._values(stretch.entries[0])
@@ -170,6 +196,21 @@ class FlatStep:
                     own = value.clone() if name in _NUMBERS else value
                     self._of_pieces[piece][name] = self._flats[name][begin:end] if name in values else own
         self._stretches, self._for = stretches, (untouched, self._momenta)
+        if apart:
+            pieces = [(stretch.group, piece) for stretch in stretches for piece in stretch.pieces]
+            each = -(-len(pieces) // (_SHARES * threads))
+            self._apart = [self._stand_in(pieces[begin : begin + each]) for begin in range(0, len(pieces), each)]
+
+    def _stand_in(self, pieces: Sequence[tuple[int, nn.Parameter]]) -> _StandIn:
+        """The optimizer as it steps these alone: what it is made of, but for a step that a scheduler has put there."""
+        kind = type(self._optimizer)
+        made = kind.__new__(kind)
+        vars(made).update({name: value for name, value in vars(self._optimizer).items() if name != "step"})
+        made.state = self._of_pieces
+        groups = defaultdict[int, list[nn.Parameter]](list)
+        for group, piece in pieces:
+            groups[group].append(piece)
+        return _StandIn(made, groups)
 
     def _neighbours(self, untouched: frozenset[int]) -> list[_Stretch] | None:
         """The stretches, in order; None where the optimizer's state is not as torch's are."""
