@@ -109,7 +109,7 @@ def own_certificate(directory: Path, name: str) -> TlsFiles:
                 pass  # OpenSSL would wait for a pipe
         _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files)
     except (OSError, UsageError) as error:
-        if (directory / _KEY).exists() and is_exposed(_status(directory / _KEY)):
+        if isinstance(error, UsageError) and (directory / _KEY).exists() and is_exposed(_status(directory / _KEY)):
             raise  # it says what to do
         again = f"delete {directory / _CERTIFICATE}, and the next start makes another pair, with another join string"
         raise UsageError(f"{error}; {again}") from None
