@@ -109,6 +109,15 @@ def test_every_rule_in_a_storm_of_faults(seed: int) -> None:
     fine(run(storm(seed)))
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_worker_that_hangs_in_one_of_its_first_leases_holds_up_no_end(rule: str) -> None:
+    """It has finished one of them, and nothing was known when they were given."""
+    hangs = Fault("worker hangs in its step", 0.4)
+    report = run(Scenario(rule=rule, samples=92, batch=2, workers=2, ahead=3, faults=(hangs,), seed=6462))
+    fine(report)
+    assert report.hits["worker hangs in its step"] == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_that_are_killed_and_resumed(kind: str) -> None:
     """Far enough into them that a resume goes on in their middle, twice; each rule in turn."""

@@ -176,7 +176,15 @@ def test_a_first_deadline_gets_shorter_when_others_are_known() -> None:
     pacing.observe("a", 1, 1.0)
     assert pacing.allowed_s("new", 1, given) == 16.0
     assert pacing.allowed_s("new", 1, 7.0) == 7.0
-    assert pacing.allowed_s("a", 1, given) == given  # of this one something was known when it was given
+    assert pacing.allowed_s("a", 1, 7.0) == 7.0  # of this one something was known when it was given
+
+
+def test_a_first_deadline_gets_shorter_when_its_worker_has_finished_another_lease() -> None:
+    """It was given several at once: a worker that hangs in the second held up the end of a run for ten minutes."""
+    pacing = Pacing(PacingConfig())
+    given = pacing.deadline_s("new", 1)
+    pacing.observe("new", 1, 1.0)
+    assert pacing.allowed_s("new", 1, given) == pacing.deadline_s("new", 1) == 16.0
 
 
 def test_who_overruns_first_leases_gets_longer_each_time() -> None:

@@ -455,9 +455,10 @@ class Pacing:
         return min(allowed_s * 2.0 ** min(self._overrun.get(worker, 0), 32), config.first_deadline_s)
 
     def allowed_s(self, worker: str, leaves: int, given_s: float) -> float:
-        """How long a lease that was given ``given_s`` may take by what is known now: less, where its worker has never
-        finished one and others have meanwhile."""
-        return given_s if worker in self._taken else min(given_s, self.deadline_s(worker, leaves))
+        """How long a lease that was given ``given_s`` may take by what is known now: less, where that was given when
+        nothing was known of its worker, and it has finished one meanwhile, or others have."""
+        known = worker in self._taken and given_s != self.config.first_deadline_s
+        return given_s if known else min(given_s, self.deadline_s(worker, leaves))
 
     def late_s(self, worker: str, leaves: int) -> float | None:
         """After how long a lease of ``leaves`` leaves is worth a backup; None where no worker's speed is known.
