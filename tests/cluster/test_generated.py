@@ -118,6 +118,16 @@ def test_a_worker_that_hangs_in_one_of_its_first_leases_holds_up_no_end(rule: st
     assert report.hits["worker hangs in its step"] == 1
 
 
+@pytest.mark.parametrize("downlink", ["raw", "lz4"])
+@pytest.mark.parametrize("seed", [6919, 6929, 6942])
+def test_what_counts_of_a_worker_that_then_breaks_the_protocol_is_not_computed_again(seed: int, downlink: str) -> None:
+    """Its result had come and had been added to another's, into whose sum a second one was received."""
+    faults = (Fault("worker killed", 0.0), Fault("worker lies about time", 0.5))
+    report = run(Scenario(workers=2, ahead=1, downlink=downlink, faults=faults, seed=seed))
+    fine(report)
+    assert report.hits["worker lies about time"] == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_that_are_killed_and_resumed(kind: str) -> None:
     """Far enough into them that a resume goes on in their middle, twice; each rule in turn."""

@@ -68,6 +68,23 @@ def test_suppliers_are_known_until_the_block_is_closed() -> None:
     assert book.missing(BLOCK) == list(EVERY), "should it not hold, it is done anew"
 
 
+def test_what_counts_of_a_worker_is_not_among_what_may_be_emptied_until_the_next_step() -> None:
+    """Its memory may hold the sum of it and its sibling."""
+    book = store()
+    for bucket in (0, 1):
+        book.reserve(SlotKey(BLOCK, bucket), "a")
+        book.fill("a", Supplier("a", bucket))
+    book.count(BLOCK, 1, present=True)
+    assert book.supplied_by("a") == {BLOCK: [0]}
+    book.count(BLOCK, 0, present=True)
+    assert book.supplied_by("a") == {}
+    book.close(BLOCK)
+    book.begin(STEP)
+    book.reserve(SlotKey(BLOCK, 1), "a")
+    book.fill("a", Supplier("a", 9))
+    assert book.supplied_by("a") == {BLOCK: [1]}
+
+
 def test_emptied_of_everything_the_block_is_as_new() -> None:
     book = store()
     book.reserve(SlotKey(BLOCK, 0), "a")

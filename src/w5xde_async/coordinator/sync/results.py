@@ -381,7 +381,8 @@ class Results:
         self._verdicts.decided(finished.done.lease, VerdictCode.REJECTED, reason)
 
     def invalidate(self, worker: str) -> None:
-        """What this worker has sent of blocks that are not finished is computed by others."""
+        """What this worker has sent of blocks that are not finished is computed by others, unless it counts already: it
+        may have been added to others' results."""
         step = self._aggregator.step
         if step is None:
             return

@@ -96,6 +96,7 @@ class BlockStore:
         self._reducer = Reducer(layout, self._pool, self.buckets)
         self._frontiers: dict[int, Frontier] = {}
         self._additions: list[Addition] = []
+        self._counted: set[tuple[int, int]] = set()  # (first leaf, bucket): in the sum, whoever's it is
         # Of blocks that are not closed and of audits: what is filled, by bucket. None: the bucket is absent (no leaf
         # changed it).
         self._filled: dict[Block | AuditKey, dict[int, Supplier | None]] = {}
@@ -129,6 +130,7 @@ class BlockStore:
             raise ValueError(f"{leaves} is no block: its first leaf is no multiple of {span}")
         self.leaves = leaves
         self._frontiers = {bucket: Frontier(leaves.num_leaves) for bucket in self.buckets}
+        self._counted.clear()
         self._reducer.begin(half=right_half(leaves.num_leaves) if measure_halves else 0)
 
     # -- slots ---------------------------------------------------------------------------------------------
@@ -204,12 +206,13 @@ class BlockStore:
         return {bucket: known for bucket, known in self._filled.get(of, {}).items() if known is not None}
 
     def supplied_by(self, worker: str) -> dict[Block, list[int]]:
-        """Blocks that are not closed, and the buckets of each that ``worker`` has filled."""
+        """Blocks that are not closed, and the buckets of each that ``worker`` has filled and that do not count yet."""
         found: dict[Block, list[int]] = {}
         for of, slots in self._filled.items():
-            theirs = [bucket for bucket, known in slots.items() if known is not None and known.worker == worker]
-            if theirs and isinstance(of, Block):
-                found[of] = theirs
+            if isinstance(of, Block):
+                mine = [bucket for bucket, known in slots.items() if known is not None and known.worker == worker]
+                if theirs := [bucket for bucket in mine if (of.start, bucket) not in self._counted]:
+                    found[of] = theirs
         return found
 
     def empty(self, block: Block, buckets: Iterable[int]) -> None:
@@ -287,6 +290,7 @@ class BlockStore:
         """A bucket of a block's sum counts, or nothing of it is ``present``. True when something can be added now."""
         local = Block(block.start - self.leaves.start, block.stop - self.leaves.start)
         merges = self._frontiers[bucket].fill(local)
+        self._counted.add((block.start, bucket))
         self._additions.append(Addition(bucket, local.start, present, merges))
         return bool(merges)
 
