@@ -6,6 +6,7 @@ The optimizers and their settings are those of torch's own test database.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -175,11 +176,11 @@ def test_several_threads_make_a_step_that_nobody_else_makes_too(schedule: Any, m
     beside = Beside(adamw, 2)
     if schedule is not None:
         beside.rule.scheduler, theirs = schedule(beside.ours), schedule(beside.theirs)
-    by: set[int] = set()
-    step = torch.optim.AdamW.step
+    calls, met, step = itertools.count(), threading.Barrier(2, timeout=30), torch.optim.AdamW.step
 
     def noted(self: torch.optim.AdamW, closure: Any = None) -> Any:
-        by.add(threading.get_ident())
+        if next(calls) < 2:
+            met.wait()  # raises where there is one thread
         return step(self)
 
     for number in range(6):
@@ -190,7 +191,7 @@ def test_several_threads_make_a_step_that_nobody_else_makes_too(schedule: Any, m
             theirs.step()
         beside.check()
     assert beside.is_flat
-    assert len(by) > 1
+    assert next(calls) > 2
     pieces = [piece for _, groups in beside.rule._flat._apart for given in groups.values() for piece in given]  # type: ignore[union-attr]
     assert len(pieces) == len(set(pieces)) > 12
     assert all(1 <= piece.numel() <= 48 for piece in pieces)
