@@ -386,9 +386,11 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path, mode: int)
         find_token(file, given_as_argument=True, environment={})
 
 
-@pytest.mark.parametrize("text", ["", " \n", "one\ntwo\n"])
-def test_a_token_file_without_a_token_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(UsageError, match="one line"):
+@pytest.mark.parametrize(
+    ("text", "what"), [("", "is empty"), (" \n", "is empty"), ("one\ntwo\n", "does not hold one line")]
+)
+def test_a_token_file_without_a_token_is_refused(tmp_path: Path, text: str, what: str) -> None:
+    with pytest.raises(UsageError, match=f"token {what}; copy it once more"):
         find_token(_token_file(tmp_path / "token", text), given_as_argument=True, environment={})
 
 
