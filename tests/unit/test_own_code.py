@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 
 from w5xde_async.job import parts_of
-from w5xde_async.updates.own_code import is_foreign
+from w5xde_async.updates.own_code import forgets, is_foreign
 
 S = torch.optim.lr_scheduler
 WARMUP, RATES, TABLE = 10, [1.0, 0.5, 0.25], np.linspace(1, 0, 50)
@@ -191,6 +191,28 @@ def test_where_schedulers_take_a_function(factor: Callable[..., float]) -> None:
     assert foreign(S.CyclicLR(made, 0.1, 0.2, scale_fn=factor, cycle_momentum=False))
     assert foreign(S.SequentialLR(made, [S.ConstantLR(made), S.LambdaLR(made, factor)], [2]))
     assert foreign(S.ChainedScheduler([S.ConstantLR(made), S.LambdaLR(made, factor)]))
+
+
+class Ours(torch.optim.SGD):
+    """An optimizer of one's own."""
+
+    def step(self, closure: Any = None) -> Any:
+        MODEL.weight.data.clamp_(-1, 1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Ours])
+def test_a_step_whose_calls_a_scheduler_counts_is_still_its_classs(kind: type[torch.optim.Optimizer]) -> None:
+    made = kind(MODEL.parameters(), lr=0.1)  # type: ignore[call-arg]
+    S.StepLR(made, 2)
+    assert "step" in vars(made)
+    assert is_foreign(made) == (kind is Ours)
+    assert forgets(made) == []
+
+
+def test_a_function_without_a_module_is_read_as_others_are() -> None:
+    assert not is_foreign(scheduler(eval("lambda step: 0.9**step", {})))
+    assert is_foreign(scheduler(eval("lambda step: model.tau", {"model": MODEL})))
 
 
 @pytest.mark.parametrize("scheduled", [False, True])

@@ -11,6 +11,7 @@ import argparse
 import builtins
 import dis
 import functools
+import inspect
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -44,6 +45,9 @@ def held_code(made: object) -> dict[str, list[object]]:
     ``step``, or a factor by the step; by attribute."""
     held: dict[str, list[object]] = {}
     for name, value in vars(made).items():
+        own = getattr(type(made), name, None)
+        if callable(own) and callable(value) and inspect.unwrap(value) is inspect.unwrap(own):
+            continue  # its class's ``step``, which a scheduler of torch's counts the calls of
         for part in _parts(value):
             if callable(part) and not _computes([part]):
                 held.setdefault(name, []).append(part)
@@ -87,11 +91,11 @@ def _computes(values: list[object]) -> bool:
         elif isinstance(value, functools.partial):
             values.extend([value.func, value.args, value.keywords])
         elif isinstance(value, types.MethodType):
-            if not _of_torch(type(value.__self__)) or value.__func__.__globals__["__name__"][:6] != "torch.":
+            if not _of_torch(type(value.__self__)) or value.__func__.__globals__.get("__name__", "")[:6] != "torch.":
                 return False
         elif isinstance(value, types.FunctionType):
             wrapped = getattr(value, "__wrapped__", None)
-            if value.__globals__["__name__"][:6] == "torch.":
+            if value.__globals__.get("__name__", "")[:6] == "torch.":
                 values.extend([] if wrapped is None else [wrapped])
             elif (used := _used(value)) is None:
                 return False
