@@ -31,7 +31,7 @@ from w5xde_async.hub.members import roster
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
 from w5xde_async.params.flat import ResultVector, named_digest
-from w5xde_async.params.reducer import VectorPool
+from w5xde_async.params.reducer import Addends, VectorPool
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.segments import Opened, Segment, Unshared, unsupported
 from w5xde_async.telemetry.events import Bus, Event, ResultHeld, WorkerJoined
@@ -391,20 +391,21 @@ async def test_a_result_that_was_another_when_it_was_weighed(
         vectors.update({id(vector): vector for vector in given})
         share(engine, parameters, given)
 
-    def expecting(rule: SyncRule, bucket: int, summed: torch.Tensor, samples: int) -> float | None:
+    def expecting(rule: SyncRule, bucket: int, addends: Addends, samples: int) -> float | None:
         steps.append(1)
+        (summed,) = addends
         if len(steps) < 40 or len(steps) % 7:
-            return expect(rule, bucket, summed, samples)
+            return expect(rule, bucket, addends, samples)
         for vector in list(vectors.values()):
             piece = vector.buckets[bucket]
             if torch.equal(piece, summed) and _is_seen(piece, summed):  # its worker is in this process
                 honest = piece.clone()
                 piece.mul_(scale)
-                norm = expect(rule, bucket, summed, samples)
+                norm = expect(rule, bucket, addends, samples)
                 piece.copy_(honest)
                 lies.append(1)
                 return norm
-        return expect(rule, bucket, summed, samples)
+        return expect(rule, bucket, addends, samples)
 
     monkeypatch.setattr(Engine, "share", sharing_)
     monkeypatch.setattr(SyncRule, "expect", expecting)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
-from w5xde_async.params.reducer import Reducer, VectorPool
+from w5xde_async.params.reducer import Addends, Reducer, VectorPool, add_into
 from w5xde_async.plan.tree import Block, Frontier, aligned_block, right_half
 
 
@@ -65,7 +65,8 @@ def reduce(
     whether the next piece lies in another's memory, which stays as it is."""
     lent: list[tuple[Tensor, bytes]] = []
     pool = VectorPool(LAYOUT, make=_dirty)
-    reducer = Reducer(LAYOUT, pool)
+    reducer, half = Reducer(LAYOUT, pool), right_half(len(parts))
+    reducer.begin(half)
     frontiers = [Frontier(len(parts)) for _ in BUCKETS]
     slots = [(block, bucket.index) for block in blocks for bucket in BUCKETS]
     for block, bucket in order(slots) if order else slots:
@@ -78,15 +79,24 @@ def reduce(
         reducer.put(bucket, block.start, present=piece is not None)
         for left, right in frontiers[bucket].fill(block):
             reducer.merge(bucket, left, right)
-    root, present, sums, _ = reducer.root()
+    root, present, addends, _ = reducer.root()
     memory = {piece.untyped_storage().data_ptr() for piece in root.buckets}
     assert memory == {root.memory.untyped_storage().data_ptr()}, "the rule works in it, in place"
-    for bucket, own, lies in zip(BUCKETS, root.buckets, sums, strict=True):
-        # Buffers' sums are used up, so they are in the vector; gradients' may be where somebody else wrote them.
-        assert lies.data_ptr() == own.data_ptr() or (LAYOUT.groups[bucket.group].role == "grad" and lent)
+    for bucket, own, those in zip(BUCKETS, root.buckets, addends, strict=True):
+        # Buffers' sums are used up, so they are in the vector; gradients' may be where somebody else wrote them, and
+        # those of both halves of the step are there as they are.
+        if LAYOUT.groups[bucket.group].role != "grad":
+            assert not those or [piece.data_ptr() for piece in those] == [own.data_ptr()]
+            continue
+        halves = [parts[:half], parts[half:]] if half and len(blocks) > 1 else [parts]
+        whole = [tree_sum(those_leaves, add)[bucket.index] for those_leaves in halves]
+        assert bits([*those]) == bits([piece for piece in whole if piece is not None])
+    result = [
+        add_into(piece.clone(), those) if those else None for piece, those in zip(root.buckets, addends, strict=True)
+    ]
     assert all(piece.numpy().tobytes() == before for piece, before in lent)
-    result = [lies.clone() if there else None for lies, there in zip(sums, present, strict=True)]
-    assert pool.num_out == 1
+    assert present == [piece is not None for piece in result]
+    assert pool.num_out == min(len(blocks), 2)
     reducer.clear()
     assert pool.num_out == 0
     return result
@@ -136,7 +146,7 @@ def test_the_halves_of_the_root_are_measured(num_leaves: int, span: int, absent:
     parts = [leaf_part(40 + leaf, absent) for leaf in range(num_leaves)]
     reducer, frontiers = Reducer(LAYOUT, VectorPool(LAYOUT, make=_dirty)), [Frontier(num_leaves) for _ in BUCKETS]
     half = right_half(num_leaves)
-    reducer.begin(half=half)
+    reducer.begin(half, measure=True)
     for start in reversed(range(0, num_leaves, span)):
         block = Block(start, min(start + span, num_leaves))
         for bucket, piece in enumerate(tree_sum(parts[block.start : block.stop], add)):
@@ -156,7 +166,11 @@ def test_the_halves_of_the_root_are_measured(num_leaves: int, span: int, absent:
         assert reducer.root().halves is None
         return
     wanted = [tree_sum(of, add) for of in (parts[:half], parts[half:], parts)]
-    assert reducer.root().halves == pytest.approx([square(part) for part in wanted], rel=1e-5)
+    root = reducer.root()
+    assert root.halves == pytest.approx([square(part) for part in wanted], rel=1e-5)
+    assert bits([those[0] if those else None for those in root.addends]) == bits(wanted[2]), (
+        "added, where it was measured"
+    )
     reducer.clear()
     reducer.block(0)
     assert reducer.root().halves is None
@@ -172,20 +186,33 @@ def test_what_is_borrowed_is_let_go_as_soon_as_it_is_added_and_when_the_step_is_
         reducer.block(start).borrow(0, piece)
         reducer.put(0, start, present=True)
 
+    reducer.begin(2)
     for start in range(4):
         borrow(start)
     reducer.merge(0, 2, 3)
     assert len(lent) == 2
+    assert reducer.borrowed(0, 2) is None
+    assert reducer.borrowed(0, 1) is not None
     reducer.merge(0, 0, 1)
     assert len(lent) == 0
     reducer.merge(0, 0, 2)
-    assert reducer.root().sums[0].tolist() == [4.0] * BUCKETS[0].numel
+    assert [piece.tolist() for piece in reducer.root().addends[0]] == [[2.0] * BUCKETS[0].numel] * 2
+    assert reducer.borrowed(0, 8) is None
     reducer.clear()
     borrow(0)
     reducer.clear()
     assert len(lent) == 0
     reducer.block(0).vector.buckets[0].fill_(5.0)
     assert reducer.block(0).piece(0).tolist() == [5.0] * BUCKETS[0].numel
+
+
+@pytest.mark.parametrize("num_addends", [0, 1, 2])
+def test_what_is_added_may_be_where_the_sum_is_to_lie(num_addends: int) -> None:
+    pieces: Addends = (torch.ones(3), torch.full((3,), 2.0))[:num_addends]
+    into = pieces[0] if pieces else torch.full((3,), 7.0)
+    assert add_into(into, pieces) is into
+    assert into.tolist() == [(7.0, 1.0, 3.0)[num_addends]] * 3
+    assert add_into(torch.zeros(3), (into,)).tolist() == into.tolist()
 
 
 def test_memory_is_given_back_as_blocks_merge() -> None:

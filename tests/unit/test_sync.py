@@ -17,6 +17,7 @@ from w5xde_async.errors import JobError
 from w5xde_async.job import Job
 from w5xde_async.params.flat import FlatState, ResultVector, named_digest
 from w5xde_async.params.layout import Layout
+from w5xde_async.params.reducer import Addends
 from w5xde_async.store.state import pack_state, unpack_state
 from w5xde_async.updates.sync import LossScale, SyncRule
 
@@ -102,20 +103,35 @@ class Bench:
         untouched = {index for index in self.layout.trainable if index not in touched}
         if expected is None:
             return self.rule.apply(root, present, samples, untouched, rate_factor=rate_factor)
-        lie = [piece.clone() for piece in root.buckets]
-        before = [piece.clone() for piece in lie]
+        lie = [_addends(piece, there, expected) for piece, there in zip(root.buckets, present, strict=True)]
+        before = [[piece.clone() for piece in those] for those in lie]
         for bucket in self.layout.result_buckets:
             if self.layout.groups[bucket.group].role == "grad":
-                for what in expected.sample(["other", "same", "of a like step"], expected.randint(0, 3)):
+                for what in (
+                    []
+                    if not lie[bucket.index]
+                    else expected.sample(["other", "same", "of a like step"], expected.randint(0, 3))
+                ):
                     if what == "other":
-                        self.rule.expect(bucket.index, torch.full_like(lie[bucket.index], 5.0), samples)
+                        other = torch.full_like(root.buckets[bucket.index], 5.0)
+                        self.rule.expect(bucket.index, (other, *lie[bucket.index][1:]), samples)
                     else:
                         self.rule.expect(bucket.index, lie[bucket.index], samples + (what != "same"))
                 root.buckets[bucket.index].fill_(9)
-        applied = self.rule.apply(root, present, samples, untouched, rate_factor=rate_factor, sums=lie)
+        applied = self.rule.apply(root, present, samples, untouched, rate_factor=rate_factor, addends=lie)
         gradients = [b.index for b in self.layout.result_buckets if self.layout.groups[b.group].role == "grad"]
-        assert all(torch.equal(lie[bucket], before[bucket]) for bucket in gradients)
+        for bucket in gradients:
+            assert all(torch.equal(*pair) for pair in zip(lie[bucket], before[bucket], strict=True))
         return applied
+
+
+def _addends(summed: Tensor, present: bool, chance: random.Random) -> Addends:
+    """What ``summed`` is the sum of, to the bit: itself, or two tensors."""
+    if not present:
+        return ()
+    half = torch.zeros_like(summed) if chance.random() < 0.5 else summed / 2
+    both = (half, summed - half) if summed.is_floating_point() and chance.random() < 0.5 else (summed.clone(),)
+    return both if torch.equal(sum(both[1:], both[0]), summed) else (summed.clone(),)
 
 
 def gradients(step: int, *, rare: bool = True) -> dict[str, Tensor]:

@@ -5,8 +5,11 @@ somebody else has written it. Which two to add comes from outside (``plan.tree.F
 bucket that no worker changed arrives as *nothing* and contributes nothing. Memory: at most (open blocks + 1) x
 log2(leaves) vectors, plus the pool's spare ones.
 
-Asked to (``begin``), it measures both halves of the root before it adds the one to the other, for the gradient noise
-scale: each piece costs three more passes over it.
+The last addition of a gradient, that of the root's halves, is left to whoever takes the root: the sum is divided next,
+and a bucket that has just been added is still in the cache.
+
+Asked to (``begin``), it measures both halves of the root, for the gradient noise scale, and then adds them itself: each
+piece costs three more passes over it.
 """
 
 from __future__ import annotations
@@ -25,6 +28,10 @@ from w5xde_async.params.layout import Layout
 _PIECE = 1 << 14
 
 
+#: One or two tensors: the sum of a bucket, or what it is the sum of, from the first leaf on.
+Addends = tuple[Tensor, ...]
+
+
 class Halves(NamedTuple):
     """Squared L2 norms of a step's gradient sum: of its left half, of its right half, of the whole."""
 
@@ -34,16 +41,25 @@ class Halves(NamedTuple):
 
 
 class Root(NamedTuple):
-    """The sum of all leaves of a step, in ``vector`` but for gradients that ``sums`` shows to lie elsewhere.
+    """The sum of all leaves of a step: in ``vector``, but for gradients, of which ``addends`` has the sum.
 
-    ``present``: per result bucket, whether anything is in it. ``sums``: where it lies, to be read. ``halves``:
-    squared norms of both halves, where they were to be measured.
+    ``present``: per result bucket, whether anything is in it. ``addends``: what is to be added for it (``add_into``),
+    to be read. ``halves``: squared norms of both halves, where they were to be measured.
     """
 
     vector: ResultVector
     present: list[bool]
-    sums: list[Tensor]
+    addends: list[Addends]
     halves: Halves | None
+
+
+def add_into(into: Tensor, addends: Addends) -> Tensor:
+    """The sum of ``addends``, which lies in ``into`` then: that may be one of them. Of none, nothing is done."""
+    if len(addends) == 2:
+        return torch.add(*addends, out=into)
+    if addends and addends[0] is not into:
+        into.copy_(addends[0])
+    return into
 
 
 class VectorPool:
@@ -105,6 +121,10 @@ class BlockSum:
         """The bucket lies in ``vector`` from now on, or is nothing. Where it was borrowed, that piece."""
         return self._borrowed.pop(bucket, None)
 
+    def borrowed(self, bucket: int) -> Tensor | None:
+        """Where the bucket lies, if that is borrowed."""
+        return self._borrowed.get(bucket)
+
     def piece(self, bucket: int) -> Tensor:
         """Where the bucket lies. To be read."""
         borrowed = self._borrowed.get(bucket)
@@ -121,14 +141,14 @@ class Reducer:
         self._sums: dict[int, BlockSum] = {}
         self._pieces: dict[int, int] = {}  # block -> buckets of its sum that are not merged
         self._present: set[tuple[int, int]] = set()  # (bucket, block) that hold something
-        self._half = 0  # first leaf of the root's right half, where its halves are to be measured
+        self._half, self._measures = 0, False  # first leaf of the root's right half; whether halves are to be measured
         self._squares: dict[int, Halves] = {}  # by bucket
         gradients = {group.index for group in layout.groups if group.role == "grad"}
         self._gradients = {bucket.index for bucket in layout.result_buckets if bucket.group in gradients}
 
-    def begin(self, *, half: int = 0) -> None:
-        """The next step. ``half``: first leaf of the root's right half, where its halves are to be measured."""
-        self._half = half
+    def begin(self, half: int, *, measure: bool = False) -> None:
+        """The next step. ``half``: first leaf of the root's right half, 0 where it has none. ``measure``: both."""
+        self._half, self._measures = half, measure
 
     def block(self, start: int) -> BlockSum:
         """The sum of the block that begins at ``start``; its vector is taken from the pool at first need."""
@@ -138,15 +158,29 @@ class Reducer:
             self._pieces[start] = self._num_buckets
         return known
 
+    def borrowed(self, bucket: int, start: int) -> Tensor | None:
+        """Where the bucket of the block that begins at ``start`` lies, if that is borrowed."""
+        known = self._sums.get(start)
+        return None if known is None else known.borrowed(bucket)
+
     def put(self, bucket: int, start: int, *, present: bool) -> None:
         """Bucket ``bucket`` of the block at ``start`` is there (or is nothing, when not ``present``)."""
         self.block(start)
         if present:
             self._present.add((bucket, start))
 
+    def leaves(self, bucket: int, right: int) -> bool:
+        """Whether to add block ``right`` is left to whoever takes the root."""
+        return not self._measures and self._is_last(bucket, right)
+
+    def _is_last(self, bucket: int, right: int) -> bool:
+        return 0 < self._half == right and bucket in self._gradients
+
     def merge(self, bucket: int, left: int, right: int) -> None:
         """Add block ``right`` to block ``left`` for one bucket; the right one's piece is then free."""
-        measured = self._half > 0 and right == self._half and bucket in self._gradients
+        if self.leaves(bucket, right):
+            return
+        measured = self._is_last(bucket, right)
         halves = (self._square(bucket, left), self._square(bucket, right)) if measured else None
         if (bucket, right) in self._present:
             self._present.discard((bucket, right))
@@ -172,12 +206,16 @@ class Reducer:
 
     def root(self) -> Root:
         """The step's sum. Valid until ``clear``; its vector may be written."""
-        root, present = self._sums[0], [(bucket.index, 0) in self._present for bucket in self.layout.result_buckets]
-        for bucket in {bucket for bucket, there in enumerate(present) if there} - self._gradients:
-            if (borrowed := root.forget(bucket)) is not None:
+        root, halves, buckets = self._sums[0], {0, self._half}, range(len(self.layout.result_buckets))
+        for bucket in buckets:
+            if bucket not in self._gradients and (borrowed := root.forget(bucket)) is not None:
                 root.vector.buckets[bucket].copy_(borrowed)
-        sums = [root.piece(bucket) if there else root.vector.buckets[bucket] for bucket, there in enumerate(present)]
-        return Root(root.vector, present, sums, self._halves())
+        addends = [
+            tuple(self._sums[start].piece(bucket) for start in sorted(halves) if (bucket, start) in self._present)
+            for bucket in buckets
+        ]
+        present = [bool(those) for those in addends]
+        return Root(root.vector, present, addends, self._halves())
 
     def _halves(self) -> Halves | None:
         """What was measured of a complete step, added in bucket order; None where nothing was."""

@@ -30,6 +30,7 @@ from w5xde_async.errors import JobError, in_one_line
 from w5xde_async.job import Job, made_by, parts_of, trained_otherwise
 from w5xde_async.params.flat import FlatState, ResultVector, l2_norm, state_of
 from w5xde_async.params.layout import Layout
+from w5xde_async.params.reducer import Addends, add_into
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.updates.buffers import BufferState
@@ -93,16 +94,23 @@ class SchedulerFailed(Exception):
 
 
 class _Divided(NamedTuple):
-    """A bucket's sum, what it was divided by, and the square of the quotient's norm."""
+    """What a bucket is the sum of, what that was divided by, and the square of the quotient's norm."""
 
-    summed: Tensor
+    addends: Addends
     divisor: float
     square: float
 
+    def is_of(self, addends: Addends, divisor: float) -> bool:
+        """Whether it is the quotient of these very tensors."""
+        return (divisor, *map(id, addends)) == (self.divisor, *map(id, self.addends))
 
-def _divided(into: Tensor, summed: Tensor, divisor: float) -> _Divided:
-    torch.div(summed, divisor, out=into)
-    return _Divided(summed, divisor, l2_norm(into) ** 2)  # now, while it is in the cache
+
+def _divided(into: Tensor, addends: Addends, divisor: float) -> _Divided:
+    if len(addends) == 1:
+        torch.div(addends[0], divisor, out=into)
+    else:
+        add_into(into, addends).div_(divisor)
+    return _Divided(addends, divisor, l2_norm(into) ** 2)  # now, while it is in the cache
 
 
 class SyncRule:
@@ -212,12 +220,13 @@ class SyncRule:
 
     def apply(
         self, root: ResultVector, present: Sequence[bool], samples: int, untouched: Collection[int], *,
-        step: int = 0, sums: Sequence[Tensor] | None = None, rate_factor: float = 1.0, schedules: bool = True,
+        step: int = 0, addends: Sequence[Addends] | None = None, rate_factor: float = 1.0, schedules: bool = True,
     ) -> Applied:  # fmt: skip
         """Apply one step's sum. ``present`` per result bucket; ``untouched`` entries got no gradient from any leaf.
 
         ``step``: which it is, from 0 on; what is drawn is seeded with it.
-        ``sums``: where each bucket's sum lies, where that is not ``root`` for all of them; gradients' are only read.
+        ``addends``: what each bucket is the sum of, where that is not ``root`` for all of them; gradients' are only
+        read.
         ``rate_factor`` multiplies every group's learning rate in this one optimizer step; the scheduler never sees it,
         nor a step that does not count in it (``schedules``). Raises SchedulerFailed.
         """
@@ -226,12 +235,16 @@ class SyncRule:
             self._check_frozen()
         learning_rate = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
         learning_rate *= rate_factor
-        divisor, lie = samples * self.loss_scale, root.buckets if sums is None else sums
+        divisor, lie = samples * self.loss_scale, addends or [(piece,) for piece in root.buckets]
         if self.on_device is None:
             gradients = self._ahead if self._ahead is not None and self._expected else root
             squares = self._divide_all(gradients, lie, present, divisor)
         else:
-            gradients, squares = self.on_device.vector, self.on_device.divide(lie, present, divisor)
+            whole = [
+                those[0] if len(those) == 1 else add_into(own, those)
+                for own, those in zip(root.buckets, lie, strict=True)
+            ]
+            gradients, squares = self.on_device.vector, self.on_device.divide(whole, present, divisor)
         flat = self._flat is not None and self._flat.ready(untouched)
         for index, parameter in self._parameters if self.clip is not None or not flat else ():
             gradient = gradients.gradients[index]
@@ -280,17 +293,18 @@ class SyncRule:
         return Applied(skipped=False, gradient_norm=norm, learning_rate=learning_rate, changed=tuple(changed))
 
     @torch.no_grad()
-    def expect(self, bucket: int, summed: Tensor, samples: int) -> float | None:
-        """What is in ``summed`` may become a step's sum: if the next ``apply`` is given this very tensor, it is the
+    def expect(self, bucket: int, addends: Addends, samples: int) -> float | None:
+        """What is in ``addends`` may become a step's sum: if the next ``apply`` is given these very tensors, it is the
         quotient of what is there now that is applied. The norm of that sum, by way of the quotient; None where it is
         found for all buckets together (``expected_norms``)."""
         if self.on_device is not None:
-            self.on_device.bring(bucket, summed)
+            if len(addends) == 1:
+                self.on_device.bring(bucket, addends[0])
             return None
         if self._ahead is None:
             self._ahead = ResultVector(self.layout)
         divisor = samples * self.loss_scale
-        self._expected[bucket] = known = _divided(self._ahead.buckets[bucket], summed, divisor)
+        self._expected[bucket] = known = _divided(self._ahead.buckets[bucket], addends, divisor)
         return math.sqrt(known.square) * divisor
 
     def expected_norms(self, sums: Mapping[int, Tensor]) -> dict[int, float]:
@@ -304,7 +318,7 @@ class SyncRule:
             self.on_device.bring_nothing()
 
     def _divide_all(
-        self, gradients: ResultVector, sums: Sequence[Tensor], present: Sequence[bool], divisor: float
+        self, gradients: ResultVector, addends: Sequence[Addends], present: Sequence[bool], divisor: float
     ) -> float:
         """Every gradient's sum by ``divisor``; the square of their norm."""
         squares = 0.0
@@ -313,9 +327,9 @@ class SyncRule:
                 if not present[bucket.index]:
                     gradients.buckets[bucket.index].zero_()
                     continue
-                summed, known = sums[bucket.index], self._expected.get(bucket.index)
-                if known is None or known.summed is not summed or known.divisor != divisor:
-                    known = _divided(gradients.buckets[bucket.index], summed, divisor)
+                those, known = addends[bucket.index], self._expected.get(bucket.index)
+                if known is None or not known.is_of(those, divisor):
+                    known = _divided(gradients.buckets[bucket.index], those, divisor)
                 squares += known.square
         self._expected.clear()
         return squares

@@ -23,9 +23,9 @@ from w5xde_async.coordinator.parameters.step_reports import known_mean
 from w5xde_async.coordinator.training import RunContext
 from w5xde_async.errors import UpdateFailed
 from w5xde_async.hub.work.block_store import Addition, BlockStore
-from w5xde_async.openmp import release_helpers
+from w5xde_async.openmp import alone, release_helpers
 from w5xde_async.params.flat import ResultVector, l2_norm
-from w5xde_async.params.reducer import Halves, VectorPool
+from w5xde_async.params.reducer import Addends, Halves, VectorPool, add_into
 from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.plan.tree import Block
 from w5xde_async.randomness import Claim
@@ -134,20 +134,22 @@ class Aggregator(ParameterOwner):
         self.step = StepState(plan, [0.0] * plan.num_leaves, self._clock(), rate_factor=rate_factor)
         self._store.begin(Block(0, plan.num_leaves), measure_halves=measure)
 
-    def weigh(self, norms: dict[int, float], bucket: int, piece: Tensor, *, is_sum: bool) -> None:
+    def weigh(self, norms: dict[int, float], bucket: int, piece: Tensor, addends: Addends = ()) -> None:
         """Put the norm of a bucket of floats into ``norms``, in the parameters' thread.
 
-        ``is_sum``: its block is the whole step, and nobody but a worker writes where it lies. Then what is weighed is
-        the quotient that will be applied, in memory of the rule's own; a journal has the sum itself, and so do those
-        who compare results (``begin_anew``). Where the rule weighs all buckets together it is ``expected_norms`` that
-        has them.
+        ``addends``: what the step's sum will be of, ``piece`` among it, if each lies where nobody but a worker writes.
+        Then they are added and divided now, in memory of the rule's own; a journal has the sum itself, and so do those
+        who compare results (``begin_anew``). Where it is all of the sum, what is weighed is the quotient that will be
+        applied. Where the rule weighs all buckets together it is ``expected_norms`` that has them.
         """
         step, rule = self.step, self.rule
-        begins = is_sum and self._is_gradient[bucket] and self._keep is None
+        begins = self._is_gradient[bucket] and self._keep is None and step is not None
         samples = 0 if step is None else step.plan.num_samples
 
         def weigh() -> None:
-            norm = rule.expect(bucket, piece, samples) if begins and samples else l2_norm(piece)
+            with alone():  # whoever has written it computes on these cores
+                whole = rule.expect(bucket, addends, samples) if begins and addends else None
+                norm = whole if begins and len(addends) == 1 else l2_norm(piece)
             if norm is not None:
                 norms[bucket] = norm
 
@@ -182,17 +184,16 @@ class Aggregator(ParameterOwner):
             nonlocal apply_s, encode_s
             self._add(additions)
             began = self._clock()
-            root, present, sums, halves = self._store.take()
+            root, present, addends, halves = self._store.take()
             if self._keep is not None:  # before the rule, which works in place
                 step.root, step.present = self._keep.take(), present
-                for mine, lies in zip(step.root.buckets, sums, strict=True):
-                    mine.copy_(lies)
+                addends = [(add_into(mine, those),) for mine, those in zip(step.root.buckets, addends, strict=True)]
                 step.copy_s = self._clock() - began
                 began += step.copy_s
             if halves is not None:
                 scale = self.rule.loss_scale**2  # what the workers multiplied with; the update may change it
                 step.halves = Halves(*(square / scale for square in halves))
-            applied = self._apply(step, root, present, sums)
+            applied = self._apply(step, root, present, addends)
             apply_s = self._clock() - began
             pieces = self._publisher.advance(applied.changed)
             encode_s = self._clock() - began - apply_s
@@ -250,12 +251,12 @@ class Aggregator(ParameterOwner):
             torch.set_num_threads(threads)
 
     def _apply(
-        self, step: StepState, root: ResultVector, present: Sequence[bool], sums: Sequence[Tensor] | None = None
+        self, step: StepState, root: ResultVector, present: Sequence[bool], addends: Sequence[Addends] | None = None
     ) -> Applied:
         failpoint("apply.before")
         with users_code():  # the optimizer and the scheduler
             applied = self.rule.apply(
-                root, present, step.plan.num_samples, step.untouched or set(), step=step.plan.step, sums=sums,
+                root, present, step.plan.num_samples, step.untouched or set(), step=step.plan.step, addends=addends,
                 rate_factor=step.rate_factor,
             )  # fmt: skip
         failpoint("apply.after")

@@ -200,7 +200,8 @@ class Verification:
         if step != self._early_step:
             self._early, self._early_step = {}, step
         norms, piece = self._early.setdefault(block, {}), self._store.piece(block, bucket)
-        self._context.aggregator.weigh(norms, bucket, piece, is_sum=laid and block == self._store.leaves)
+        addends = self._store.addends(block, bucket) if laid else ()
+        self._context.aggregator.weigh(norms, bucket, piece, addends)
 
     def finished(self, block: FinishedBlock) -> Ruling | None:
         """A block is finished. None where it is too large to be looked at here: ``next_ruling`` does."""
