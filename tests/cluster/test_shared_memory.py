@@ -325,17 +325,21 @@ async def test_links_that_break_cost_no_bit(monkeypatch: pytest.MonkeyPatch, lin
 
 @pytest.mark.parametrize("update_device", [None, torch.device("cpu")])
 @pytest.mark.parametrize("norm_gate", [0.0, 6.0])
-async def test_a_step_of_one_block_is_updated_as_it_comes(
-    monkeypatch: pytest.MonkeyPatch, norm_gate: float, update_device: torch.device | None
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_step_of_one_block_or_two_is_updated_as_it_comes(
+    monkeypatch: pytest.MonkeyPatch, workers: int, norm_gate: float, update_device: torch.device | None
 ) -> None:
-    """The whole step is one lease's, and links break: whatever was expected of an earlier lease, the bits are right."""
-    made, commits, seen = job(max_steps=20, gradient_clip_val=0.5), Commits(), {"expected": 0, "used": 0}
+    """The whole step is one lease's, or half of it is, and links break: whatever was expected of an earlier lease, the
+    bits are right."""
+    leaf = 4 if workers == 1 else 16
+    made, commits = job(max_steps=20 * workers, gradient_clip_val=0.5, microbatch_size=leaf), Commits()
+    seen = {"expected": 0, "used": 0}
     expect, divided, bring, apply = SyncRule.expect, sync._divided, OnDevice._bring, SyncRule.apply
     done: list[int] = []
 
-    def expecting(rule: SyncRule, *given: Any) -> float | None:
-        seen["expected"] += 1
-        return expect(rule, *given)
+    def expecting(rule: SyncRule, bucket: int, addends: Addends, samples: int) -> float | None:
+        seen["expected"] += len(addends) == workers
+        return expect(rule, bucket, addends, samples)
 
     def dividing(*given: Any) -> Any:
         done.append(1)
@@ -357,20 +361,23 @@ async def test_a_step_of_one_block_is_updated_as_it_comes(
     monkeypatch.setattr(SyncRule, "apply", applying)
     monkeypatch.setattr(strategy, "update_device", lambda _: update_device)
     pacing = PacingConfig(target_lease_s=1e6, short_steps="workers")
-    config = settings(norm_gate=norm_gate, pacing=pacing)
+    config = settings(norm_gate=norm_gate, pacing=pacing, min_workers=workers)
     async with Coordinator(made, config=config, bus=commits.bus) as coordinator:
-        running = asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run())
+        running = [
+            asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run())
+            for _ in range(workers)
+        ]
         for step in range(4, 20, 4):
             await commits.reach(step)
             assert coordinator._training is not None
             for session in coordinator._training.roster.sessions.values():
                 session.link.abort()
         result = await coordinator.wait()
-        assert await running is Departure.FINISHED
+        assert await asyncio.gather(*running) == [Departure.FINISHED] * workers
     assert result.digest == named_digest(reference.train(made)[0])
     if verification.INLINE_WEIGH_BYTES == 0:
         assert seen["expected"] > 20
-        assert seen["used"] > 5
+        assert seen["used"] > 5 or (workers == 2 and update_device is not None), "halves are added before they go there"
     else:
         assert seen["expected"] == 0
 

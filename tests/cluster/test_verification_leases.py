@@ -262,6 +262,33 @@ async def test_what_the_coordinator_computes_itself_counts_in_place_of_what_had_
         assert run.applied() == {1.0}
 
 
+async def test_what_completes_the_step_while_it_is_computed_who_is_wrong_is_not_missed():
+    """Meanwhile that worker breaks the protocol, and another has computed all that lacked: the step is complete, and
+    nothing comes any more that would tell of it."""
+    own, began, done = Own(), asyncio.Event(), asyncio.Event()
+
+    async def recompute(plan: Any, block: Block, splits: int = 0) -> ReferenceResult:
+        began.set()
+        await done.wait()
+        return await Own.recompute(own, plan, block, splits)
+
+    own.recompute = recompute  # type: ignore[method-assign]
+    async with judged(min_workers=2, recomputation=own) as run:
+        own.run = run
+        a, b = await run.worker("a"), await run.worker("b")
+        mine = await a.lease()
+        await odd(a, mine)
+        await b.compute((await audit_of(mine, b))[1])
+        await asyncio.wait_for(began.wait(), 5)
+        await a.link.send([b"\xff" * 8])  # no length that a frame may have
+        await until(a.ended)
+        await work(b, until=lambda: run.training.ledger.complete(0))
+        assert not run.training.version
+        done.set()
+        await until(lambda: run.training.version == 1)
+        assert run.applied() == {1.0}
+
+
 async def test_nobody_is_left_to_compare_and_the_block_counts():
     async with judged(min_workers=2) as run:
         a, b = await run.worker("a"), await run.worker("b")

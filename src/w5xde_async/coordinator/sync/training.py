@@ -257,6 +257,7 @@ class SyncTraining:
     async def _collect(self) -> bool:
         """Reduce what arrives until the step is complete. False where the run ends before that."""
         while self.lifecycle.failure is None and not self._finished:
+            self.lifecycle.wake.clear()  # before anything is asked: what comes while one thing is done is seen after it
             if self.ledger.complete(self.version) and not self.verification.holding:
                 return True
             if self._has_lease_here():
@@ -268,7 +269,6 @@ class SyncTraining:
             if await self.results.settle() or await self._settle():
                 self.schedule()
                 continue
-            self.lifecycle.wake.clear()
             if not self.lifecycle.stopping:
                 await self.lifecycle.wake.wait()
                 continue
