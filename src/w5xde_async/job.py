@@ -380,6 +380,14 @@ def step_function(job: Job) -> StepFunction:
     return step
 
 
+def make_dense(model: nn.Module) -> None:
+    """What autograd has given parameters sparse gradients (``Embedding(sparse=True)``) is dense, as a step's sum is:
+    most optimizers take no other."""
+    for parameter in model.parameters():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+
+
 def loss_of(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Tensor:
     """The default step: ``(x, ..., y)`` tuples and dicts such as ``{"input_ids", "attention_mask", "labels"}``.
 

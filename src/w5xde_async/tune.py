@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from w5xde_async.errors import ExitCode, LeafFailed, need
+from w5xde_async.errors import ExitCode, LeafFailed, in_one_line, need
 from w5xde_async.process import exit_code_of, launch, signals
 
 if TYPE_CHECKING:
@@ -80,8 +80,12 @@ def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any
                     raise
                 sys.stderr.write(f"microbatch_size={size} cannot be computed: {str(error).splitlines()[0]}\n")
                 refused.append(size)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, partial(plain_loop, job, workers * threads, settings.seconds / 2))
+        loop, plain = asyncio.get_running_loop(), partial(plain_loop, job, workers * threads, settings.seconds / 2)
+        try:
+            return await loop.run_in_executor(None, plain)
+        except Exception as error:  # of the job's code: a whole batch may be too large for it
+            sys.stderr.write(f"a plain loop of whole batches cannot be measured: {in_one_line(error)}\n")
+            return 0.0
 
     async def tell() -> int:
         measuring, stopped_by, plain = asyncio.ensure_future(measure()), "", None
@@ -204,7 +208,7 @@ def _rate(job: Job, threads: int, seconds: float) -> float:
     from w5xde_async.cluster.task_workers import with_own_model
     from w5xde_async.compute.block import autocast
     from w5xde_async.compute.program.tracing import probe_batches
-    from w5xde_async.job import build_model, made_by, step_function
+    from w5xde_async.job import build_model, made_by, make_dense, step_function
     from w5xde_async.randomness import random_state, seed_all
 
     before = torch.get_num_threads()
@@ -226,6 +230,7 @@ def _rate(job: Job, threads: int, seconds: float) -> float:
                     with precision():
                         loss, _ = step(model, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
+                make_dense(model)
                 optimizer.step()
                 count += 1
                 if not count:
@@ -236,7 +241,8 @@ def _rate(job: Job, threads: int, seconds: float) -> float:
 
 
 def report(job: Job, rows: Sequence[Row], plain: float | None, *, workers: int, threads: int) -> str:
-    """The table, and the line for the job. ``plain``: None, and sizes are missing, where the measuring was stopped."""
+    """The table, and the line for the job. ``plain``: None, and sizes are missing, where the measuring was stopped; 0
+    where a plain loop could not be measured."""
     from w5xde_async.telemetry import wording
 
     own = job.microbatch_samples
@@ -253,8 +259,9 @@ def report(job: Job, rows: Sequence[Row], plain: float | None, *, workers: int, 
     if plain is None:
         return "\n".join([*lines, "", said]) + "\n"
     best, present = max(rows, key=lambda row: row.together), next(row for row in rows if row.microbatch == own)
-    said += f" A plain loop on their {workers * threads} cores, one thread or all, whichever is faster, whole batches "
-    said += f"that lie in memory: {plain:,.0f}."
+    if plain:
+        said += f" A plain loop on their {workers * threads} cores, one thread or all, whichever is faster, whole "
+        said += f"batches that lie in memory: {plain:,.0f}."
     lines += ["", said]
     if best.together > _CLEAR * present.together:
         shared = "" if best.leaves >= workers else f"; no step is shared out to {workers} workers then"

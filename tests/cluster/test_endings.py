@@ -44,6 +44,12 @@ from w5xde_async.worker.service import Departure, RunFailed, Worker
 WORKER = WorkerConfig(device="cpu", connect_timeout_s=5.0)
 
 
+async def test_a_run_that_was_given_less_than_a_second_says_how_much() -> None:
+    async with Coordinator(jobs.mlp_sgd(), config=settings(max_time_s=0.05)) as coordinator:
+        result = await coordinator.wait()
+    assert (result.outcome, result.reason) == ("stopped", "max_time of 0.05 s reached")
+
+
 class Stumbling(torch.optim.SGD):
     """Raises in its fourth step, half done."""
 

@@ -70,6 +70,17 @@ def test_sizes_follow_from_model_optimizer_and_settings() -> None:
     assert 0 < told.leaf_s < 1
 
 
+def test_an_optimizer_is_given_dense_gradients_as_in_a_run() -> None:
+    """AdamW takes no sparse ones, and the run sums them."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.EmbeddingBag(50, 8, sparse=True), nn.Linear(8, 3))
+
+    rows = TensorDataset(torch.randint(0, 50, (64, 4)), torch.randint(0, 3, (64,)))
+    told = predict(job(model=model, dataset=rows), device="cpu")
+    assert told.optimizer_bytes >= 2 * 4 * 50 * 8
+
+
 def test_activations_are_what_the_forward_pass_keeps() -> None:
     told = predict(job(microbatch_size=16), device="cpu")
     kept = 16 * WIDE * 4

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support import jobs
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from w5xde_async import tune
 from w5xde_async.errors import LeafFailed, UsageError
@@ -63,6 +65,38 @@ def test_a_plain_loop_leaves_the_job_and_torch_as_they_were() -> None:
     assert plain_loop(job, 1, 0.01) > 0
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_plain_loop_gives_optimizers_dense_gradients_as_a_run_does() -> None:
+    rows = TensorDataset(torch.randint(0, 50, (64, 4)), torch.randint(0, 3, (64,)))
+    job = replace(
+        jobs.mlp_sgd(), model=lambda: nn.Sequential(nn.EmbeddingBag(50, 8, sparse=True), nn.Linear(8, 3)), dataset=rows,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+    )  # fmt: skip
+    assert plain_loop(job, 1, 0.01) > 0
+
+
+@pytest.mark.usefixtures("as_a_program")
+def test_a_plain_loop_that_the_job_cannot_make_costs_nothing_of_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A whole batch may be too large for its code."""
+    (tmp_path / "train.py").write_text(_JOB)
+
+    async def measured(job: Job, size: int, *given: object, **named: object) -> Row:
+        return row(size, 1500.0)
+
+    def too_large(*_: object) -> float:
+        raise RuntimeError("no more\nthan two")
+
+    monkeypatch.setattr(tune, "measured", measured)
+    monkeypatch.setattr(tune, "plain_loop", too_large)
+    settings, _ = read(TuningSettings, [f"{tmp_path / 'train.py'}:job"], prog="tune")
+    assert asyncio.run(tune._prepare(settings, "")()) == 0
+    told = capsys.readouterr()
+    assert "is as good as any here" in told.out
+    assert "plain loop" not in told.out
+    assert "a plain loop of whole batches cannot be measured: RuntimeError: no more" in told.err
 
 
 @pytest.mark.usefixtures("as_a_program")

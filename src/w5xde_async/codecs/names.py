@@ -6,7 +6,7 @@ LONGEST = 64  #: characters of a name
 #: Every form of a name that ``registry.codec`` knows.
 NAMES = (
     "raw", "bf16", "fp16", "int8", "int4", "sign", "sparseloco", "topk:FRACTION", "lz4[:CODEC]",
-    "lz4-shuffle[:CODEC]",
+    "lz4-shuffle[:bf16|fp16]",
 )  # fmt: skip
 _SHUFFLED = ("raw", "bf16", "fp16")  # in words of several bytes
 

@@ -631,16 +631,17 @@ class Coordinator:
 
     async def _tick(self, run: Run) -> None:
         config = self.config
-        ends = None if config.max_time_s is None else self._began + config.max_time_s
+        ends = math.inf if config.max_time_s is None else self._began + config.max_time_s
         while True:
-            await asyncio.sleep(min(config.heartbeat_s, 1.0))
+            left_s = ends - self._runtime.clock()
+            await asyncio.sleep(min(config.heartbeat_s, 1.0, left_s if left_s > 0 else math.inf))
             now = self._runtime.clock()
             run.tick(now)
             self._outputs.tick(now)
             if self._workers_failed and not self.num_workers:
                 self.request_stop(self._workers_failed)
-            if ends is not None and now >= ends:
-                self.request_stop(f"max_time of {config.max_time_s:.0f} s reached")
+            if now >= ends:
+                self.request_stop(f"max_time of {config.max_time_s:.10g} s reached")
             if now >= self._stop_at + self._deadline.left_s and run.abandon():
                 self._deadline.give_up("what the step under way has to write")
 
