@@ -31,7 +31,7 @@ from w5xde_async.hub.members import roster
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
 from w5xde_async.params.flat import ResultVector, named_digest
-from w5xde_async.params.reducer import Addends, VectorPool
+from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.segments import Opened, Segment, Unshared, unsupported
 from w5xde_async.telemetry.events import Bus, Event, ResultHeld, WorkerJoined
@@ -325,21 +325,17 @@ async def test_links_that_break_cost_no_bit(monkeypatch: pytest.MonkeyPatch, lin
 
 @pytest.mark.parametrize("update_device", [None, torch.device("cpu")])
 @pytest.mark.parametrize("norm_gate", [0.0, 6.0])
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_a_step_of_one_block_or_two_is_updated_as_it_comes(
-    monkeypatch: pytest.MonkeyPatch, workers: int, norm_gate: float, update_device: torch.device | None
+async def test_a_step_of_one_block_is_updated_as_it_comes(
+    monkeypatch: pytest.MonkeyPatch, norm_gate: float, update_device: torch.device | None
 ) -> None:
-    """The whole step is one lease's, or half of it is, and links break: whatever was expected of an earlier lease, the
-    bits are right."""
-    leaf = 4 if workers == 1 else 16
-    made, commits = job(max_steps=20 * workers, gradient_clip_val=0.5, microbatch_size=leaf), Commits()
-    seen = {"expected": 0, "used": 0}
+    """The whole step is one lease's, and links break: whatever was expected of an earlier lease, the bits are right."""
+    made, commits, seen = job(max_steps=20, gradient_clip_val=0.5), Commits(), {"expected": 0, "used": 0}
     expect, divided, bring, apply = SyncRule.expect, sync._divided, OnDevice._bring, SyncRule.apply
     done: list[int] = []
 
-    def expecting(rule: SyncRule, bucket: int, addends: Addends, samples: int) -> float | None:
-        seen["expected"] += len(addends) == workers
-        return expect(rule, bucket, addends, samples)
+    def expecting(rule: SyncRule, *given: Any) -> float | None:
+        seen["expected"] += 1
+        return expect(rule, *given)
 
     def dividing(*given: Any) -> Any:
         done.append(1)
@@ -361,23 +357,20 @@ async def test_a_step_of_one_block_or_two_is_updated_as_it_comes(
     monkeypatch.setattr(SyncRule, "apply", applying)
     monkeypatch.setattr(strategy, "update_device", lambda _: update_device)
     pacing = PacingConfig(target_lease_s=1e6, short_steps="workers")
-    config = settings(norm_gate=norm_gate, pacing=pacing, min_workers=workers)
+    config = settings(norm_gate=norm_gate, pacing=pacing)
     async with Coordinator(made, config=config, bus=commits.bus) as coordinator:
-        running = [
-            asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run())
-            for _ in range(workers)
-        ]
+        running = asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run())
         for step in range(4, 20, 4):
             await commits.reach(step)
             assert coordinator._training is not None
             for session in coordinator._training.roster.sessions.values():
                 session.link.abort()
         result = await coordinator.wait()
-        assert await asyncio.gather(*running) == [Departure.FINISHED] * workers
+        assert await running is Departure.FINISHED
     assert result.digest == named_digest(reference.train(made)[0])
     if verification.INLINE_WEIGH_BYTES == 0:
         assert seen["expected"] > 20
-        assert seen["used"] > 5 or (workers == 2 and update_device is not None), "halves are added before they go there"
+        assert seen["used"] > 5
     else:
         assert seen["expected"] == 0
 
@@ -398,21 +391,20 @@ async def test_a_result_that_was_another_when_it_was_weighed(
         vectors.update({id(vector): vector for vector in given})
         share(engine, parameters, given)
 
-    def expecting(rule: SyncRule, bucket: int, addends: Addends, samples: int) -> float | None:
+    def expecting(rule: SyncRule, bucket: int, summed: torch.Tensor, samples: int) -> float | None:
         steps.append(1)
-        (summed,) = addends
         if len(steps) < 40 or len(steps) % 7:
-            return expect(rule, bucket, addends, samples)
+            return expect(rule, bucket, summed, samples)
         for vector in list(vectors.values()):
             piece = vector.buckets[bucket]
             if torch.equal(piece, summed) and _is_seen(piece, summed):  # its worker is in this process
                 honest = piece.clone()
                 piece.mul_(scale)
-                norm = expect(rule, bucket, addends, samples)
+                norm = expect(rule, bucket, summed, samples)
                 piece.copy_(honest)
                 lies.append(1)
                 return norm
-        return expect(rule, bucket, addends, samples)
+        return expect(rule, bucket, summed, samples)
 
     monkeypatch.setattr(Engine, "share", sharing_)
     monkeypatch.setattr(SyncRule, "expect", expecting)

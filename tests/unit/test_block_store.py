@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from w5xde_async.hub.work.block_store import AuditKey, BlockStore, SlotKey, Supplier
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
-from w5xde_async.params.reducer import Addends, add_into
+from w5xde_async.params.reducer import add_into
 from w5xde_async.plan.tree import Block, aligned_block
 
 LAYOUT = Layout.of(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), bucket_bytes=64)
@@ -212,7 +212,6 @@ def test_any_block_over_any_buckets_has_the_bits_of_the_whole_trees_part(num_lea
         blocks.append(aligned_block(first, held.stop, num_leaves, data.draw(st.integers(1, 8))))
         first = blocks[-1].stop
     parts = [leaf(number) for number in range(num_leaves)]
-    foreseen: dict[int, Addends] = {}
     for block in data.draw(st.permutations(blocks)):
         sums = tree_sum(parts[block.start : block.stop], add)
         assert book.missing(block) == list(buckets)
@@ -225,7 +224,6 @@ def test_any_block_over_any_buckets_has_the_bits_of_the_whole_trees_part(num_lea
                 assert view is not None
                 view[:] = piece.numpy().tobytes()
                 book.fill("a", Supplier("a", 1))
-            foreseen[bucket] = book.addends(block, bucket) if piece is not None else ()
             book.count(block, bucket, present=piece is not None)
         assert set(book.fill_with_nothing(block)) == {bucket for bucket in buckets if sums[bucket] is None}
         book.close(block)
@@ -237,50 +235,13 @@ def test_any_block_over_any_buckets_has_the_bits_of_the_whole_trees_part(num_lea
         add_into(own.clone(), those) if those else None
         for own, those in zip(root.vector.buckets, root.addends, strict=True)
     ]
-    gradients = [bucket for bucket in buckets if LAYOUT.groups[LAYOUT.result_buckets[bucket].group].role == "grad"]
     wanted = tree_sum(parts[held.start : held.stop], add)
-    for bucket, those in foreseen.items():
-        if those and bucket in gradients:
-            assert [*map(id, those)] == [*map(id, root.addends[bucket])], "whoever has it has what will be applied"
     assert bits(found, buckets) == bits(wanted, buckets)
     assert not any(there for bucket, there in enumerate(root.present) if bucket not in buckets)
+    gradients = [bucket for bucket in buckets if LAYOUT.groups[LAYOUT.result_buckets[bucket].group].role == "grad"]
     assert book.num_vectors == (2 if gradients and len(blocks) > 1 else 1)
     book.clear()
     assert book.num_vectors == 0
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_the_sum_is_foreseen_where_all_of_it_has_been_laid(first: int) -> None:
-    """Of the step's halves, as soon as the second is there; not of smaller blocks, nor of what lies in memory that
-    another may write."""
-    leaves, size = Block(8, 14), LAYOUT.result_buckets[0].numel
-    halves = [Block(8, 12), Block(12, 14)]
-    book, (one, other) = store(leaves), (halves[first], halves[1 - first])
-
-    def lay(block: Block) -> Addends:
-        book.lay(SlotKey(block, 0), torch.ones(size), Supplier("a", 1))
-        return book.addends(block, 0)
-
-    assert lay(one) == ()
-    assert [*map(id, lay(other))] == [id(book.piece(half, 0)) for half in halves]
-    book.empty(one, [0])
-    assert book.addends(other, 0) == ()
-    book.reserve(SlotKey(one, 0), "b")
-    book.fill("b", Supplier("b", 2))
-    assert book.addends(other, 0) == (), "the slot's own memory may be received into again"
-    book.empty(one, [0])
-    lay(one)
-    book.count(one, 0, present=True)
-    book.close(one)
-    book.add(book.additions())
-    assert [*map(id, book.addends(other, 0))] == [id(book.piece(half, 0)) for half in halves], "closed, it is there"
-    for block in (Block(8, 10), Block(12, 13)):
-        assert lay(block) == ()
-    book.begin(leaves, measure_halves=True)
-    assert [lay(half) for half in halves] == [(), ()], "it is added where it is measured"
-    whole = store(leaves)
-    whole.lay(SlotKey(leaves, 0), torch.ones(size), Supplier("a", 1))
-    assert [*map(id, whole.addends(leaves, 0))] == [id(whole.piece(leaves, 0))]
 
 
 @pytest.mark.parametrize("measured", [False, True])

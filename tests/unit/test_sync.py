@@ -107,16 +107,11 @@ class Bench:
         before = [[piece.clone() for piece in those] for those in lie]
         for bucket in self.layout.result_buckets:
             if self.layout.groups[bucket.group].role == "grad":
-                for what in (
-                    []
-                    if not lie[bucket.index]
-                    else expected.sample(["other", "same", "of a like step"], expected.randint(0, 3))
-                ):
-                    if what == "other":
-                        other = torch.full_like(root.buckets[bucket.index], 5.0)
-                        self.rule.expect(bucket.index, (other, *lie[bucket.index][1:]), samples)
-                    else:
-                        self.rule.expect(bucket.index, lie[bucket.index], samples + (what != "same"))
+                for what in expected.sample(["other", "same", "of a like step"], expected.randint(0, 3)):
+                    if what == "other" or not lie[bucket.index]:
+                        self.rule.expect(bucket.index, torch.full_like(root.buckets[bucket.index], 5.0), samples)
+                    else:  # of two, it is no sum at all
+                        self.rule.expect(bucket.index, lie[bucket.index][0], samples + (what != "same"))
                 root.buckets[bucket.index].fill_(9)
         applied = self.rule.apply(root, present, samples, untouched, rate_factor=rate_factor, addends=lie)
         gradients = [b.index for b in self.layout.result_buckets if self.layout.groups[b.group].role == "grad"]

@@ -121,10 +121,6 @@ class BlockSum:
         """The bucket lies in ``vector`` from now on, or is nothing. Where it was borrowed, that piece."""
         return self._borrowed.pop(bucket, None)
 
-    def borrowed(self, bucket: int) -> Tensor | None:
-        """Where the bucket lies, if that is borrowed."""
-        return self._borrowed.get(bucket)
-
     def piece(self, bucket: int) -> Tensor:
         """Where the bucket lies. To be read."""
         borrowed = self._borrowed.get(bucket)
@@ -157,11 +153,6 @@ class Reducer:
             known = self._sums[start] = BlockSum(self.pool.take())
             self._pieces[start] = self._num_buckets
         return known
-
-    def borrowed(self, bucket: int, start: int) -> Tensor | None:
-        """Where the bucket of the block that begins at ``start`` lies, if that is borrowed."""
-        known = self._sums.get(start)
-        return None if known is None else known.borrowed(bucket)
 
     def put(self, bucket: int, start: int, *, present: bool) -> None:
         """Bucket ``bucket`` of the block at ``start`` is there (or is nothing, when not ``present``)."""

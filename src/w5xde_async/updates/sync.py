@@ -94,23 +94,20 @@ class SchedulerFailed(Exception):
 
 
 class _Divided(NamedTuple):
-    """What a bucket is the sum of, what that was divided by, and the square of the quotient's norm."""
+    """A bucket's sum, where it lies as one, what it was divided by, and the square of the quotient's norm."""
 
-    addends: Addends
+    summed: Tensor | None
     divisor: float
     square: float
 
-    def is_of(self, addends: Addends, divisor: float) -> bool:
-        """Whether it is the quotient of these very tensors."""
-        return (divisor, *map(id, addends)) == (self.divisor, *map(id, self.addends))
-
 
 def _divided(into: Tensor, addends: Addends, divisor: float) -> _Divided:
+    """Their sum by ``divisor``, in ``into``: each operation finds in the cache what the one before has left there."""
     if len(addends) == 1:
         torch.div(addends[0], divisor, out=into)
     else:
         add_into(into, addends).div_(divisor)
-    return _Divided(addends, divisor, l2_norm(into) ** 2)  # now, while it is in the cache
+    return _Divided(addends[0] if len(addends) == 1 else None, divisor, l2_norm(into) ** 2)
 
 
 class SyncRule:
@@ -240,11 +237,9 @@ class SyncRule:
             gradients = self._ahead if self._ahead is not None and self._expected else root
             squares = self._divide_all(gradients, lie, present, divisor)
         else:
-            whole = [
-                those[0] if len(those) == 1 else add_into(own, those)
-                for own, those in zip(root.buckets, lie, strict=True)
-            ]
-            gradients, squares = self.on_device.vector, self.on_device.divide(whole, present, divisor)
+            both = zip(root.buckets, lie, strict=True)
+            sums = [those[0] if len(those) == 1 else add_into(own, those) for own, those in both]
+            gradients, squares = self.on_device.vector, self.on_device.divide(sums, present, divisor)
         flat = self._flat is not None and self._flat.ready(untouched)
         for index, parameter in self._parameters if self.clip is not None or not flat else ():
             gradient = gradients.gradients[index]
@@ -293,18 +288,17 @@ class SyncRule:
         return Applied(skipped=False, gradient_norm=norm, learning_rate=learning_rate, changed=tuple(changed))
 
     @torch.no_grad()
-    def expect(self, bucket: int, addends: Addends, samples: int) -> float | None:
-        """What is in ``addends`` may become a step's sum: if the next ``apply`` is given these very tensors, it is the
+    def expect(self, bucket: int, summed: Tensor, samples: int) -> float | None:
+        """What is in ``summed`` may become a step's sum: if the next ``apply`` is given this very tensor, it is the
         quotient of what is there now that is applied. The norm of that sum, by way of the quotient; None where it is
         found for all buckets together (``expected_norms``)."""
         if self.on_device is not None:
-            if len(addends) == 1:
-                self.on_device.bring(bucket, addends[0])
+            self.on_device.bring(bucket, summed)
             return None
         if self._ahead is None:
             self._ahead = ResultVector(self.layout)
         divisor = samples * self.loss_scale
-        self._expected[bucket] = known = _divided(self._ahead.buckets[bucket], addends, divisor)
+        self._expected[bucket] = known = _divided(self._ahead.buckets[bucket], (summed,), divisor)
         return math.sqrt(known.square) * divisor
 
     def expected_norms(self, sums: Mapping[int, Tensor]) -> dict[int, float]:
@@ -328,7 +322,7 @@ class SyncRule:
                     gradients.buckets[bucket.index].zero_()
                     continue
                 those, known = addends[bucket.index], self._expected.get(bucket.index)
-                if known is None or not known.is_of(those, divisor):
+                if known is None or known.divisor != divisor or len(those) > 1 or known.summed is not those[0]:
                     known = _divided(gradients.buckets[bucket.index], those, divisor)
                 squares += known.square
         self._expected.clear()

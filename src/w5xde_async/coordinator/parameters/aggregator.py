@@ -23,7 +23,7 @@ from w5xde_async.coordinator.parameters.step_reports import known_mean
 from w5xde_async.coordinator.training import RunContext
 from w5xde_async.errors import UpdateFailed
 from w5xde_async.hub.work.block_store import Addition, BlockStore
-from w5xde_async.openmp import alone, release_helpers
+from w5xde_async.openmp import release_helpers
 from w5xde_async.params.flat import ResultVector, l2_norm
 from w5xde_async.params.reducer import Addends, Halves, VectorPool, add_into
 from w5xde_async.plan.sampler import StepPlan
@@ -134,22 +134,20 @@ class Aggregator(ParameterOwner):
         self.step = StepState(plan, [0.0] * plan.num_leaves, self._clock(), rate_factor=rate_factor)
         self._store.begin(Block(0, plan.num_leaves), measure_halves=measure)
 
-    def weigh(self, norms: dict[int, float], bucket: int, piece: Tensor, addends: Addends = ()) -> None:
+    def weigh(self, norms: dict[int, float], bucket: int, piece: Tensor, *, is_sum: bool) -> None:
         """Put the norm of a bucket of floats into ``norms``, in the parameters' thread.
 
-        ``addends``: what the step's sum will be of, ``piece`` among it, if each lies where nobody but a worker writes.
-        Then they are added and divided now, in memory of the rule's own; a journal has the sum itself, and so do those
-        who compare results (``begin_anew``). Where it is all of the sum, what is weighed is the quotient that will be
-        applied. Where the rule weighs all buckets together it is ``expected_norms`` that has them.
+        ``is_sum``: its block is the whole step, and nobody but a worker writes where it lies. Then what is weighed is
+        the quotient that will be applied, in memory of the rule's own; a journal has the sum itself, and so do those
+        who compare results (``begin_anew``). Where the rule weighs all buckets together it is ``expected_norms`` that
+        has them.
         """
         step, rule = self.step, self.rule
-        begins = self._is_gradient[bucket] and self._keep is None and step is not None
+        begins = is_sum and self._is_gradient[bucket] and self._keep is None
         samples = 0 if step is None else step.plan.num_samples
 
         def weigh() -> None:
-            with alone():  # whoever has written it computes on these cores
-                whole = rule.expect(bucket, addends, samples) if begins and addends else None
-                norm = whole if begins and len(addends) == 1 else l2_norm(piece)
+            norm = rule.expect(bucket, piece, samples) if begins and samples else l2_norm(piece)
             if norm is not None:
                 norms[bucket] = norm
 

@@ -200,8 +200,7 @@ class Verification:
         if step != self._early_step:
             self._early, self._early_step = {}, step
         norms, piece = self._early.setdefault(block, {}), self._store.piece(block, bucket)
-        addends = self._store.addends(block, bucket) if laid else ()
-        self._context.aggregator.weigh(norms, bucket, piece, addends)
+        self._context.aggregator.weigh(norms, bucket, piece, is_sum=laid and block == self._store.leaves)
 
     def finished(self, block: FinishedBlock) -> Ruling | None:
         """A block is finished. None where it is too large to be looked at here: ``next_ruling`` does."""

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from w5xde_async.params.flat import ResultVector, l2_norm
 from w5xde_async.params.layout import Layout
-from w5xde_async.params.reducer import Addends, BlockSum, Reducer, Root, VectorPool
+from w5xde_async.params.reducer import BlockSum, Reducer, Root, VectorPool
 from w5xde_async.plan.tree import Block, Frontier, Merge, right_half
 
 #: Result vectors of so much are kept for the next blocks: making a small one takes longer than filling it.
@@ -96,7 +96,7 @@ class BlockStore:
         self._reducer = Reducer(layout, self._pool, self.buckets)
         self._frontiers: dict[int, Frontier] = {}
         self._additions: list[Addition] = []
-        self._counted: set[tuple[Block, int]] = set()  # (block, bucket): in the sum, whoever's it is
+        self._counted: set[tuple[int, int]] = set()  # (first leaf, bucket): in the sum, whoever's it is
         # Of blocks that are not closed and of audits: what is filled, by bucket. None: the bucket is absent (no leaf
         # changed it).
         self._filled: dict[Block | AuditKey, dict[int, Supplier | None]] = {}
@@ -211,7 +211,7 @@ class BlockStore:
         for of, slots in self._filled.items():
             if isinstance(of, Block):
                 mine = [bucket for bucket, known in slots.items() if known is not None and known.worker == worker]
-                if theirs := [bucket for bucket in mine if (of, bucket) not in self._counted]:
+                if theirs := [bucket for bucket in mine if (of.start, bucket) not in self._counted]:
                     found[of] = theirs
         return found
 
@@ -286,27 +286,11 @@ class BlockStore:
 
     # -- the sum -------------------------------------------------------------------------------------------
 
-    def addends(self, block: Block, bucket: int) -> Addends:
-        """What the sum of a bucket will be of, once what fills this slot counts, where it has all been laid: the slot's
-        tensor, or those of both halves. Else nothing."""
-        (start, stop), half = self.leaves, right_half(self.leaves.num_leaves)
-        parts = [self.leaves] if block == self.leaves else [Block(start, start + half), Block(start + half, stop)]
-        if block not in parts or (len(parts) == 2 and not self._reducer.leaves(bucket, half)):
-            return ()
-        laid = []
-        for part in parts:
-            there = bucket in self._filled.get(part, ()) or (part, bucket) in self._counted
-            piece = self._reducer.borrowed(bucket, part.start - start) if there else None
-            if piece is None:
-                return ()
-            laid.append(piece)
-        return tuple(laid)
-
     def count(self, block: Block, bucket: int, *, present: bool) -> bool:
         """A bucket of a block's sum counts, or nothing of it is ``present``. True when something can be added now."""
         local = Block(block.start - self.leaves.start, block.stop - self.leaves.start)
         merges = self._frontiers[bucket].fill(local)
-        self._counted.add((block, bucket))
+        self._counted.add((block.start, bucket))
         self._additions.append(Addition(bucket, local.start, present, merges))
         return bool(merges)
 
