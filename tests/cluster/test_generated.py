@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.generated.runner import Report, run
-from tests.generated.scenario import RULES, Fault, Scenario, drawn, known, storm
+from tests.generated.scenario import JUDGED, RULES, Fault, Scenario, drawn, known, storm
 from tests.support.streams import KINDS
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -126,6 +126,24 @@ def test_what_counts_of_a_worker_that_then_breaks_the_protocol_is_not_computed_a
     report = run(Scenario(workers=2, ahead=1, downlink=downlink, faults=faults, seed=seed))
     fine(report)
     assert report.hits["worker lies about time"] == 1
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        Scenario(samples=64, batch=8, microbatch=1, workers=2, min_workers=2, gate=True, audit=0.3, ahead=3,
+                 codec="lz4", leaf_s=0.01, faults=(Fault(JUDGED, 2.4),), seed=272),
+        Scenario(samples=64, batch=8, microbatch=1, workers=3, min_workers=2, gate=True, audit=0.3, ahead=3,
+                 faults=(Fault(JUDGED, 0.4),), seed=461),
+        Scenario(samples=64, batch=8, microbatch=4, workers=2, min_workers=2, gate=True, ahead=1,
+                 faults=(Fault(JUDGED, 0.7),), seed=463),
+    ],
+)  # fmt: skip
+def test_what_is_no_number_is_judged_and_whoever_sends_it_may_break_the_protocol_meanwhile(scenario: Scenario) -> None:
+    """Others complete the step while it is computed here, which was missed: the run stood still for good."""
+    report = run(scenario)
+    fine(report)
+    assert report.hits[JUDGED] == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

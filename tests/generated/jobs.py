@@ -216,6 +216,12 @@ def job_of(scenario: Scenario, built: Callable[[nn.Module], None] = lambda model
         applied: Tensor = model.applied[ids].sum() / len(ids)  # type: ignore[index]
         if "loud" in scenario.habits and int(ids.sum()) % 8 == 0:  # a length that the norm gate has not seen
             applied = applied + model.loud.sum() * 1e4
+        host = HOST.get()
+        if host is not None and host.broken:
+            applied = applied * float("nan")
+            if (called := host.when_broken) is not None:
+                host.when_broken = None
+                called()
         return (output.mean(1) - y).square().mean() * 0.05 - applied
 
     def optimizer(model: Any) -> torch.optim.Optimizer:

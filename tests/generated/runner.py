@@ -306,7 +306,7 @@ class _Run(Cluster):
         world: Any = self
         if fault.kind in KEPT and not self.scenario.kept:
             return
-        if (faults.FAULTS.get(fault.kind) or faults.MORE[fault.kind])(world, rng):
+        if {**faults.FAULTS, **faults.MORE, **faults.JUDGED}[fault.kind](world, rng):
             self.hit(fault.kind)
 
     async def _storm(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.support.streams import KINDS
 
-__all__ = ["EXACT", "FAULTS", "KEPT", "OPEN", "Fault", "Scenario", "drawn", "known", "smaller", "storm"]
+__all__ = ["EXACT", "FAULTS", "JUDGED", "KEPT", "OPEN", "Fault", "Scenario", "drawn", "known", "smaller", "storm"]
 
 DATA = ("tensors", "map", "getitems", "collate", "dict", "nested")
 INPUTS = ("float32", "float64", "float16", "bfloat16", "uint8", "int32", "int64", "bool", "uint16", "uint32")
@@ -32,6 +32,8 @@ FAULTS = (
     "link reset", "link closed", "half-close", "cut in mid-frame", "worker ten times slower", "worker lies about time",
     "delay spike", "partition", "leaf failed", "worker reads nothing", "stranger",
 )  # fmt: skip
+#: What does no harm where results are judged.
+JUDGED = "worker computes no numbers"
 #: Those that need a run directory.
 KEPT = ("coordinator killed", "coordinator stopped in good order", "coordinator without power", "disk full")
 
@@ -123,6 +125,11 @@ class Scenario:
         """It promises the bits of the single-process loop."""
         return self.rule == "sync" and self.codec in EXACT and self.downlink in ("", *EXACT)
 
+    @property
+    def judged(self) -> bool:
+        """One worker's results do no harm, whatever they are: another is there as long as the run, and has joined."""
+        return self.gate and self.exact and self.min_workers > 1 and len(self.faults) == 1 and not self.storm
+
     def valid(self) -> bool:
         """Whether a job like this can be asked for, and is small enough to run by the thousand."""
         return (
@@ -138,6 +145,7 @@ class Scenario:
             and (not self.follows or self.rule in ("sync", "async"))
             and (self.average == "mean" or self.rule in ("async", "local"))
             and (self.durability == "checkpoint" or (self.kept and self.rule == "sync"))
+            and (not any(fault.kind == JUDGED for fault in self.faults) or self.judged)
             and (self.kept or not (self.storm or any(fault.kind in KEPT for fault in self.faults)))
         )
 
@@ -248,7 +256,7 @@ def _drawn(rng: random.Random, seed: int) -> Scenario:
     average = "mean"
     if rule == "local" and one_in(3):  # those keep so many results, and no more
         average, results_per_step = rng.choice(["radial", "median"]), rng.choice([1, 2, 3])
-    return Scenario(
+    made = Scenario(
         data=rng.choice(DATA), samples=samples, columns=columns, inputs=rng.choice(["float32", rng.choice(INPUTS)]),
         batch=batch, microbatch=microbatch, accumulate=accumulate, drop_last=samples >= batch and one_in(2),
         shuffle=one_in(2), epochs=epochs, max_steps=max_steps, parameters=rng.choice(["float32", other]),
@@ -271,3 +279,7 @@ def _drawn(rng: random.Random, seed: int) -> Scenario:
         own=rng.choice(OWN) if one_in(4) else "",
         follows=rng.choice(FOLLOWS) if one_in(4) and rule in ("sync", "async") else "",
     )  # fmt: skip
+    if made.gate and made.exact and one_in(2):
+        faults = (Fault(JUDGED, rng.randint(0, 40) / 10),)
+        made = replace(made, faults=faults, storm=False, workers=max(made.workers, 2), min_workers=max(made.workers, 2))
+    return made

@@ -17,17 +17,18 @@ from tests.simulator.loop import Host, Killed
 from tests.simulator.network import Connection
 from tests.simulator.rogues import add_deaf_peer, add_stranger
 
-__all__ = ["FAULTS", "MORE", "heal", "schedule"]
+__all__ = ["FAULTS", "JUDGED", "MORE", "heal", "schedule"]
 
 Fault = Callable[[Cluster, random.Random], bool]
 FAULTS: dict[str, Fault] = {}
 MORE: dict[str, Fault] = {}  # which the integer-vector model knows nothing of
+JUDGED: dict[str, Fault] = {}  # which do no harm where results are judged, and only there
 SAFETY_S = 40.0  # how long faults go on in safety mode
 
 
-def _fault(name: str, *, everywhere: bool = True) -> Callable[[Fault], Fault]:
+def _fault(name: str, *, among: dict[str, Fault] = FAULTS) -> Callable[[Fault], Fault]:
     def register(fault: Fault) -> Fault:
-        (FAULTS if everywhere else MORE)[name] = fault
+        among[name] = fault
         return fault
 
     return register
@@ -187,7 +188,7 @@ def _slow(world: Cluster, rng: random.Random) -> bool:
     return worker is not None
 
 
-@_fault("worker hangs in its step", everywhere=False)
+@_fault("worker hangs in its step", among=MORE)
 def _hang(world: Cluster, rng: random.Random) -> bool:
     """Its compute thread stands, its loop goes on and says so. Somebody else is there, or comes."""
     worker = _worker(world, rng)
@@ -198,7 +199,7 @@ def _hang(world: Cluster, rng: random.Random) -> bool:
     return worker is not None
 
 
-@_fault("worker lies about time", everywhere=False)
+@_fault("worker lies about time", among=MORE)
 def _lie(world: Cluster, rng: random.Random) -> bool:
     """Its times are absurd, and those that are no times at all are refused. Somebody else is there, or comes."""
     worker = _worker(world, rng)
@@ -207,6 +208,32 @@ def _lie(world: Cluster, rng: random.Random) -> bool:
         if all(other.lies for other in world.live_workers()):
             world.add_worker(1.0)
     return worker is not None
+
+
+@_fault("worker computes no numbers", among=JUDGED)
+def _broken(world: Cluster, rng: random.Random) -> bool:
+    """As one with bad memory: what it computes is not a number, from now on. While that is judged it may go, or break
+    the protocol. Somebody else has to be there all the time: of one alone nobody can tell."""
+    worker = _worker(world, rng)
+    if worker is None or len(world.live_workers()) < 2 or any(other.broken for other in world.live_workers()):
+        return False
+    worker.broken = worker.lied = True
+
+    def more() -> None:
+        if worker.state != Host.RUNNING:
+            return
+        if what == "gone":
+            world.kill(worker, power=False)
+        for connection in world.network.open_connections():
+            if connection.worker is worker and what == "cut off":
+                connection.reset()
+            elif connection.worker is worker:
+                connection.forth.send(b"\xff" * 8)  # no length that a frame may have
+
+    what, in_s = rng.choice(["gone", "cut off", "breaks", "breaks", ""]), rng.uniform(0.0, 0.4)
+    if what:
+        worker.when_broken = lambda: world.loop.call_soon_threadsafe(world.loop.call_later, in_s, more)
+    return True
 
 
 @_fault("worker reads nothing")

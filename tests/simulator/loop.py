@@ -87,6 +87,8 @@ class Host:
         self.failing_leaf = False  # the job's code raises at the next leaf
         self.hangs = False  # its compute thread comes to no end; the rest of it lives
         self.lies = 0  # its clock says what it likes, in one of several ways
+        self.broken = False  # what it computes is not a number
+        self.when_broken: Callable[[], object] | None = None  # called in its compute thread, the first time
         self.lied = False  # it did so at some time: what it says of a duration may be absurd ever after
         self.result: Any = None  # a coordinator's
         self.term = 0  # a coordinator's
