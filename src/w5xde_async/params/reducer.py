@@ -165,7 +165,7 @@ class Reducer:
         return not self._measures and self._is_last(bucket, right)
 
     def _is_last(self, bucket: int, right: int) -> bool:
-        return 0 < self._half == right and bucket in self._gradients
+        return right == self._half and bucket in self._gradients
 
     def merge(self, bucket: int, left: int, right: int) -> None:
         """Add block ``right`` to block ``left`` for one bucket; the right one's piece is then free."""
