@@ -227,7 +227,7 @@ def _broken(world: Cluster, rng: random.Random) -> bool:
         for connection in world.network.open_connections():
             if connection.worker is worker and what == "cut off":
                 connection.reset()
-            elif connection.worker is worker:
+            elif connection.worker is worker and what == "breaks":
                 connection.forth.send(b"\xff" * 8)  # no length that a frame may have
 
     what, in_s = rng.choice(["gone", "cut off", "breaks", "breaks", ""]), rng.uniform(0.0, 0.4)
