@@ -224,6 +224,36 @@ async def test_where_it_cannot_be_the_link_carries_the_bytes_and_shm_is_an_error
             await Worker(coordinator.address, job=made, config=replace(QUICK_WORKER, link=link)).run()
 
 
+@pytest.mark.parametrize("link_ends", [True, False])
+async def test_a_coordinator_that_has_ended_since_it_offered_memory_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, link_ends: bool
+) -> None:
+    """Its memory has gone with it, its link perhaps a moment later; the worker is there for the next one."""
+    loop, made, opened = asyncio.get_running_loop(), job(), list[int]()
+
+    class Ended(Opened):
+        def __init__(self, *given: Any) -> None:
+            opened.append(len(opened))
+            if len(opened) > 1:
+                super().__init__(*given)
+                return
+            assert worker._connection is not None
+            if link_ends:
+                loop.call_soon_threadsafe(worker._connection.link.abort)
+            raise Unshared("there is no such process here")
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(sharing, "Opened", Ended)
+    async with Coordinator(made, config=settings()) as coordinator:
+        worker = Worker(coordinator.address, job=made, config=replace(QUICK_WORKER, link="shm"))
+        running = asyncio.create_task(worker.run())
+        result = await coordinator.wait()
+        assert await running is Departure.FINISHED
+    assert result.digest == named_digest(reference.train(made)[0])
+    assert "link=shm" in caplog.text
+    assert len(opened) == 2
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "reason"),
     [

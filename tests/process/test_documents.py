@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import trustme
 from tests.meta.test_docs import ROOT, environment, write_files
-from tests.support.chaos import free_port
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(150)]
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from tests.support.forking import SEARCHED
+from tests.support.ports import free_port
 from tests.support.processes import programs
-from tests.support.scripts import Script, free_port
+from tests.support.scripts import Script
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(180)]
 

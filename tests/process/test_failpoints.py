@@ -11,7 +11,6 @@ import json
 import random
 import shutil
 import signal
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support import jobs, reference
+from tests.support.ports import free_port
 from tests.support.processes import programs
 from torch import nn
 
@@ -67,13 +67,6 @@ def expected(steps: int) -> list[str]:
 
     reference.train(replace(job, optimizer=optimizer), steps)
     return digests
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def taken_up(run: Path, copy: Path, durability: str) -> Prepared:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support import forking, jobs, reference
-from tests.support.chaos import Stage, free_port
+from tests.support.chaos import Stage
+from tests.support.ports import free_port
 from tests.support.processes import ROOT, programs
 
 from w5xde_async.errors import ExitCode

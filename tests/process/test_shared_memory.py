@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support import jobs, reference
+from tests.support.ports import free_port
 from tests.support.processes import Program, programs
 
 from w5xde_async.params.flat import named_digest
@@ -62,16 +63,15 @@ def test_both_sides_die_everywhere_and_nothing_is_left(tmp_path: Path) -> None:
     steps = STEPS_EACH * len(OF_COORDINATORS) + 30
     command = [
         "w5xde_async.coordinator", JOB, "--run-dir", str(tmp_path / "run"), "--threads", "1", "--max-steps", str(steps),
-        "--checkpoint-every", "2", "--log-format", "json", "--log", "verbose", "--port",
+        "--checkpoint-every", "2", "--log-format", "json", "--log", "verbose", "--port", str(free_port()),
     ]  # fmt: skip
     with programs() as start:
         # No step before both are there: one worker could take all steps while the other is still importing.
-        first = start(*command, "0", "--min-workers", "2", W5XDE_FAILPOINTS=f"{OF_COORDINATORS[0]}=kill@2")
+        first = start(*command, "--min-workers", "2", W5XDE_FAILPOINTS=f"{OF_COORDINATORS[0]}=kill@2")
         server = first.wait_for("run_started")["address"]
         survivor = worker(start, server)
         other = worker(start, server)  # it is the second to hand over its memory
         assert first.finish() == -signal.SIGKILL
-        command.append(server.rpartition(":")[2])
         for place in OF_COORDINATORS[1:]:
             coordinator = start(*command, W5XDE_FAILPOINTS=f"{place}=kill@3")
             assert coordinator.finish() == -signal.SIGKILL, f"{place}: {''.join(coordinator.text[-20:])}"

@@ -18,7 +18,8 @@ import pytest
 from tests.seeds import snippets
 from tests.seeds.items import items
 from tests.seeds.snippets import GUAVA, W5XDE
-from tests.support.scripts import ROOT, Script, free_port
+from tests.support.ports import free_port
+from tests.support.scripts import ROOT, Script
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(180)]
 

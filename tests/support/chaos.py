@@ -15,7 +15,6 @@ import queue
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.faults import Action, Commit, Record, at_steps, per_minute
+from tests.support.ports import free_port
 from tests.support.processes import Event, Program
 from tests.support.proxy import FaultProxy, ProxyThread
 
 from w5xde_async.errors import ExitCode
 
-__all__ = ["Process", "Stage", "at_steps", "free_port", "per_minute", "rss_bytes", "show"]
+__all__ = ["Process", "Stage", "at_steps", "per_minute", "rss_bytes", "show"]
 
 COORDINATOR, WORKER = "tests.support.watched", "w5xde_async.worker"
 
@@ -377,25 +377,6 @@ class Stage:
     def last_words(self) -> str:
         """What everybody said last."""
         return "\n".join("".join(process.text[-8:]) for process in self._all)
-
-
-def free_port() -> int:
-    """A port below those that the system gives to clients, so that nobody takes it while a coordinator is away."""
-    start = 20000 + os.getpid() * 37 % 9000
-    for port in range(start, start + 1000):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            if port not in _given:
-                _given.add(port)
-                return port
-    raise OSError("no free port")
-
-
-_given: set[int] = set()
 
 
 def rss_bytes(pid: int) -> int:

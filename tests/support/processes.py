@@ -38,6 +38,7 @@ class Program:
         env.pop("OMP_NUM_THREADS", None)  # thread counts come from the flags, as they do for people
         env |= {"PYTHONPATH": forking.SEARCHED, LEAF_DELAY: str(leaf_s), "W5XDE_CODE_FREE": str(code_free).lower()}
         env |= {"W5XDE_DASHBOARD": "false"} | environment
+        self.arguments = (*arguments, *(f"{key}={value}" for key, value in environment.items()))
         self.process: subprocess.Popen[str] | forking.Forked
         if forking.running is None or fresh:
             self.process = subprocess.Popen(
@@ -103,7 +104,7 @@ class Program:
 
 @contextlib.contextmanager
 def programs() -> Iterator[Any]:
-    """``start(...)`` makes a Program; all of them are ended at the end."""
+    """``start(...)`` makes a Program; all of them are ended at the end. Who fails is told what each said last."""
     started: list[Program] = []
 
     def start(*arguments: str, **kwargs: Any) -> Program:
@@ -112,6 +113,11 @@ def programs() -> Iterator[Any]:
 
     try:
         yield start
+    except Exception as error:
+        for program in started:
+            state = f"process {program.process.pid}, exit code {program.process.poll()}"
+            error.add_note(f"--- {state}: {' '.join(program.arguments)}\n{''.join(program.text[-20:])}")
+        raise
     finally:
         for program in started:
             program.close()

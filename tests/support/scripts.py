@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -66,10 +65,3 @@ class Script:
         self._reader.join(10)
         if self.process.stdout is not None:
             self.process.stdout.close()
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on just now."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-    return port

@@ -120,6 +120,7 @@ class Worker:
         self._unsent_of: tuple[str, int, bytes] | None = None  # of which run, term and model
         self._segment: Segment | None = None  # of the results of this link
         self._shared = False  # the engine may see memory of a coordinator's
+        self._not_opened: tuple[str, int] | None = None  # run and term of the last that offered some in vain
         self._connection: Connection | None = None
         self._joining: asyncio.Task[Joined] | None = None
         self._drain = ""
@@ -319,6 +320,14 @@ class Worker:
             raise  # the next attempt would get the same one
         except Refused as error:
             return _last_word(error)
+        except _NotOpened as error:
+            # Of a coordinator that has ended since, too; one that lets this worker in once more had not.
+            coordinator = (welcome.run_id, welcome.term)
+            if given is not None or coordinator == self._not_opened:
+                raise
+            self._not_opened = coordinator
+            logger.info("connecting again reason=%s", str(error))
+            return None
         except LinkLost as error:
             if self._leaving():
                 return Departure.DRAINED
@@ -412,7 +421,7 @@ class Worker:
     async def _share(self, engine: Computing, joined: Joined) -> tuple[int, ...]:
         """Have memory together with the coordinator: the segment of this worker's results, () where that cannot be.
 
-        Raises UsageError where it has to be.
+        Raises UsageError where it has to be: _NotOpened, where some is offered.
         """
         link, welcome = self.config.link, joined.welcome
         if link == "tcp" or (link == "auto" and not welcome.memory):
@@ -425,7 +434,7 @@ class Worker:
         except Unshared as error:
             self._shared = False
             if link == "shm":
-                raise UsageError(f"--link shm: {error.reason}") from None
+                raise (_NotOpened if welcome.memory else UsageError)(f"--link shm: {error.reason}") from None
             logger.info("link=tcp reason=%s", error.reason)
             return ()
         except BaseException:
@@ -509,6 +518,10 @@ def _compute_with(threads: int) -> int:
     """This thread, from now on, with so many. How many there are."""
     compute_with(threads, torch.get_num_threads())
     return torch.get_num_threads()
+
+
+class _NotOpened(UsageError):
+    """The memory that a coordinator has offered cannot be opened, and has to be."""
 
 
 def _last_word(refused: Refused) -> Departure:
