@@ -76,6 +76,7 @@ async def test_a_step_that_cannot_be_traced_is_said_and_workers_with_the_code_go
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)  # an LSTM is traced for each length, which takes seconds of a core that others want, too
 @pytest.mark.parametrize("local", [0, 1], ids=["alone", "beside one with the code"])
 async def test_leaves_of_sizes_that_no_graph_takes_are_not_given_to_workers_without_code(local: int) -> None:
     """They are computed by workers with the code, or by the coordinator; said once; the table says who did what."""
