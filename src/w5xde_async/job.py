@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ StepFunction = Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Any]]]
 #: ``max_steps`` of a run that goes on until somebody stops it: more than any run makes.
 ENDLESS = 1_000_000_000
 
+_MOST_NESTED = 8  # attributes and containers, one in another, in which optimizers are looked for
 _MOST_UNREADABLE = 64  # of the first samples, for a look at a few
 _LABELS = ("labels", "label", "targets", "target")
 
@@ -323,6 +325,45 @@ def made_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
 def parts_of(scheduler: Any) -> list[Any]:
     """A scheduler and those that it is made of, and so on."""
     return [scheduler, *(part for one in getattr(scheduler, "_schedulers", ()) for part in parts_of(one))]
+
+
+def optimizers_in(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers that one of somebody's own makes its steps by, by their place in its attributes (``one``,
+    ``several.0``), and so on: no ``state_dict`` of its has theirs, unless it sees to that itself."""
+    found: dict[str, torch.optim.Optimizer] = {}
+    seen, waiting = {id(optimizer)}, deque((name, value, 0) for name, value in _held_by(optimizer))
+    while waiting:
+        place, value, depth = waiting.popleft()
+        if id(value) in seen or depth > _MOST_NESTED:
+            continue
+        if isinstance(value, torch.optim.Optimizer):
+            found[place] = value
+            parts = _held_by(value)
+        elif isinstance(value, dict):
+            parts = [(str(key), part) for key, part in value.items()]
+        elif isinstance(value, list | tuple):
+            parts = [(str(number), part) for number, part in enumerate(value)]
+        else:
+            continue
+        seen.add(id(value))
+        waiting.extend((f"{place}.{name}", part, depth + 1) for name, part in parts)
+    return found
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of the tensors that an optimizer, and those that it holds, keep from step to step."""
+    return sum(
+        value.numel() * value.element_size()
+        for made in (optimizer, *optimizers_in(optimizer).values())
+        for state in made.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> list[tuple[str, object]]:
+    torchs_own = ("state", "param_groups", "defaults")
+    return [(name, value) for name, value in vars(optimizer).items() if name not in torchs_own]
 
 
 def trained_otherwise(name: str, *, begun: bool) -> str:

@@ -452,7 +452,10 @@ def test_an_error_names_its_leaf_and_where_it_was_raised() -> None:
             lambda module, batch: module(batch[0]),
             r"a tensor of shape \[4, 3\] as loss, .*: take its mean, or give the loss",
         ),
-        (lambda module, batch: 3.0, "float as loss"),
+        (lambda module, batch: 3.0, r"float as loss, .*: a number has no gradient; return the tensor, without .item"),
+        (lambda module, batch: np.float32(3.0), "float32 as loss, .*: a number has no gradient"),
+        (lambda module, batch: {"loss": module(batch[0]).sum()}, r"dict as loss, .*: return the tensor that"),
+        (lambda module, batch: [module(batch[0]).sum()] * 2, "list as loss, .*: return one tensor, such as their sum"),
         (lambda module, batch: None, "NoneType as loss, not a tensor with one element: it has no return"),
         (lambda module, batch: torch.ones(()), "grad|depend"),
         (

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -299,6 +300,24 @@ class Lookahead(torch.optim.SGD):
             self.slow[number].lerp_(p.detach(), 0.5)
 
 
+class Holds(torch.optim.SGD):
+    """Keeps it in objects and modules of its own; it has the model's, too, and others' that do not change."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.parameters = [p for group in self.param_groups for p in group["params"]]
+        self.average, self.still = nn.ParameterList(p.detach().clone() for p in self.parameters), nn.Linear(2, 2)
+        self.model = {"of": nn.ParameterList(self.parameters)}
+        self.noted, self.fixed = SimpleNamespace(steps=[0]), SimpleNamespace(steps=[0])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.noted.steps[0] += 1
+        with torch.no_grad():
+            for mine, p in zip(self.average, self.parameters, strict=True):
+                mine.lerp_(p, 0.5)
+
+
 class Counts(torch.optim.SGD):
     """Keeps it where it is saved."""
 
@@ -311,10 +330,11 @@ class Counts(torch.optim.SGD):
     ("make", "beside"),
     [
         (Lookahead, ["k", "slow"]),
+        (Holds, ["average", "noted"]),
         (partial(Counts, lr=0.1), []),
         (partial(torch.optim.AdamW, lr=0.1), []),
     ],
-    ids=["beside", "saved", "torch's"],
+    ids=["beside", "held", "saved", "torch's"],
 )
 def test_what_an_optimizer_keeps_where_no_checkpoint_has_it_is_known(make: Any, beside: list[str]) -> None:
     bench = Bench(optimizer=lambda module: make([p for p in module.parameters() if p.requires_grad]))
@@ -390,9 +410,91 @@ def test_a_state_goes_round(precision: str) -> None:
     assert first.rule.loss_scale == second.rule.loss_scale
 
 
+class Several(torch.optim.Optimizer):
+    """Makes its steps by others, whose groups are its own as well, so that a schedule moves theirs."""
+
+    def __init__(self, *several: torch.optim.Optimizer) -> None:
+        self.several = {"of each": list(several)}
+        super().__init__([group for one in several for group in one.param_groups], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.several["of each"]:
+            one.step()
+
+
+class Slowly(torch.optim.Optimizer):
+    """Has another's list of groups (Zhang et al. 2019); ``state`` is its own: the slow weights."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__([{"params": group["params"]} for group in base.param_groups], {"lr": 1.0})
+        self.base, self.param_groups = base, base.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            if "slow" not in state:
+                state["slow"], state["made"] = parameter.detach().clone(), 0
+            state["made"] += 1
+            if state["made"] % 2 == 0:
+                with torch.no_grad():
+                    state["slow"].add_(parameter - state["slow"], alpha=0.5)
+                    parameter.copy_(state["slow"])
+
+
+class Saving(Slowly):
+    """Sees to the other's state itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": super().state_dict(), "base": self.base.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict["own"])
+        self.base.load_state_dict(state_dict["base"])
+        self.param_groups = self.base.param_groups
+
+
+def several(module: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]
+    first = Several(torch.optim.Adam(others[1:], lr=0.02), torch.optim.SGD(others[:1], lr=0.1, momentum=0.9))
+    return Several(torch.optim.RMSprop(matrices, lr=0.01, momentum=0.5), first)
+
+
+def lookahead(module: nn.Module) -> torch.optim.Optimizer:
+    return Slowly(grouped(module))
+
+
+def saving(module: nn.Module) -> torch.optim.Optimizer:
+    return Saving(grouped(module))
+
+
+@pytest.mark.parametrize("schedule", [None, cosine])
+@pytest.mark.parametrize("make", [several, lookahead, saving])
+def test_the_state_of_optimizers_that_one_holds_goes_round(make: Make, schedule: Any) -> None:
+    """None of theirs is in its own ``state_dict``, and what it shares with them stays shared."""
+    settings: dict[str, Any] = {"optimizer": make, "scheduler": schedule}
+    before, after = Bench(**settings), Bench(**settings)
+    for step in range(3):
+        before.apply(gradients(step, rare=step % 2 == 0))
+    skeleton, tensors = pack_state(before.rule.state_dict())
+    after.state.copy_groups(before.state)
+    after.rule.load_state_dict(unpack_state(skeleton, {name: tensor.clone() for name, tensor in tensors.items()}))
+    if after.rule.on_device is not None:
+        after.rule.on_device.refresh()
+    for step in range(3, 8):
+        after.apply(gradients(step, rare=step % 2 == 0))
+    assert after.state.digest() == named_digest(plain(make, schedule, None, 8))
+
+
 @pytest.mark.parametrize(
     ("mine", "words"),
-    [({"scheduler": cosine}, "scheduler"), ({"precision": "fp16"}, "fp16"), ({"optimizer": grouped}, "group")],
+    [
+        ({"optimizer": several}, "optimizers that"),
+        ({"scheduler": cosine}, "scheduler"),
+        ({"precision": "fp16"}, "fp16"),
+        ({"optimizer": grouped}, "group"),
+    ],
 )
 def test_a_state_of_another_job_is_refused(mine: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):

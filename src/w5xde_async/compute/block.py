@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -135,6 +136,12 @@ def scalar_loss(loss: object) -> Tensor:
 def _remedy(loss: object) -> str:
     if loss is None:
         return ": it has no return, or the loss function has none"
+    if isinstance(loss, bool | int | float | np.generic | np.ndarray):
+        return ": a number has no gradient; return the tensor, without .item(), float(), .detach() or .numpy()"
+    if isinstance(loss, dict):
+        return ": return the tensor that is to be minimized, or (loss, {name: number}) with the rest of it"
+    if isinstance(loss, list):
+        return ": return one tensor, such as their sum"
     if isinstance(loss, Tensor) and loss.is_complex():
         return ": take its real part, or its magnitude"
     return ": take its mean, or give the loss reduction='mean'" if isinstance(loss, Tensor) and loss.numel() else ""

@@ -21,7 +21,7 @@ from w5xde_async.compute.batch import flatten, map_tensors
 from w5xde_async.compute.block import autocast
 from w5xde_async.compute.program.atoms import Atoms
 from w5xde_async.errors import JobError, in_one_line
-from w5xde_async.job import Job, StepFunction, build_model
+from w5xde_async.job import Job, StepFunction, build_model, state_bytes
 from w5xde_async.plan.footprint import Activations
 from w5xde_async.users_code import users_code
 
@@ -169,9 +169,4 @@ def optimizer_bytes(job: Job, model: nn.Module) -> int | None:
             optimizer.step()
         except Exception:  # the user's optimizer may read values, which are not there
             return None
-        return sum(
-            value.numel() * value.element_size()
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
+        return state_bytes(optimizer)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.errors import JobError, in_one_line
-from w5xde_async.job import Job, made_by, parts_of, trained_otherwise
+from w5xde_async.job import Job, made_by, optimizers_in, parts_of, trained_otherwise
 from w5xde_async.params.flat import FlatState, ResultVector, l2_norm, state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import Addends, add_into
@@ -144,12 +145,13 @@ class SyncRule:
         self._parameters = [(index, tensors[index]) for index in layout.trainable]
         self.optimizer, self.scheduler, self.clip, self.scale = optimizer, scheduler, clip, scale
         self._is_foreign = is_foreign(optimizer)
+        self._held = optimizers_in(optimizer)
         self._places = [parameter.data for _, parameter in self._parameters] if self._is_foreign else []
         # Whether a step calls code that is not torch's, whether that has drawn, and steps in which it has not.
         self._own_code = self._is_foreign or has_hooks(optimizer) or any(map(is_foreign, parts_of(scheduler)))
         self._untrained = untrained if self._own_code else None
         self._drew, self._steady, self._seed = False, 0, seed
-        self._beside = _beside_its_state(optimizer) if self._is_foreign else {}
+        self._beside = _beside_its_state(optimizer, tensors) if self._is_foreign else {}
         apart = self.is_elementwise and on_device is None
         self._flat = FlatStep(optimizer, layout, state, self._parameters) if apart else None
         self._has_stepped = False
@@ -188,7 +190,7 @@ class SyncRule:
     def kept_beside(self) -> list[str]:
         """Attributes of an optimizer of somebody's own that its steps have changed and that are not in its state, so
         that no checkpoint has them: counters, copies of the weights."""
-        now = _beside_its_state(self.optimizer) if self._is_foreign else {}
+        now = _beside_its_state(self.optimizer, self._tensors) if self._is_foreign else {}
         return sorted(name for name, value in now.items() if self._beside.get(name) != value)
 
     @property
@@ -459,6 +461,7 @@ class SyncRule:
         return {
             "rule": self.name,
             "optimizer": self.optimizer.state_dict(),
+            **({"held": {place: held.state_dict() for place, held in self._held.items()}} if self._held else {}),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scale": None if self.scale is None else [self.scale.value, self.scale.good_steps],
             **({"behind": True} if self._behind else {}),
@@ -473,8 +476,12 @@ class SyncRule:
             raise ValueError("the checkpoint and the job do not agree on fp16 loss scaling")
         if self._flat is not None:
             self._flat.forget()
-        self.optimizer.load_state_dict(state["optimizer"])
-        _keep_dtypes(self.optimizer, state["optimizer"])
+        if state.get("held", {}).keys() != self._held.keys():
+            raise ValueError("the checkpoint and the job do not agree on the optimizers that the optimizer holds")
+        for made, saved in [(self.optimizer, state["optimizer"])] + [
+            (held, state["held"][place]) for place, held in self._held.items()
+        ]:
+            _load(made, saved, shares=bool(self._held))
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.on_device is not None:
@@ -484,23 +491,53 @@ class SyncRule:
             self.scale.value, self.scale.good_steps = float(state["scale"][0]), int(state["scale"][1])
 
 
-def _beside_its_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _beside_its_state(optimizer: torch.optim.Optimizer, model: Sequence[Tensor]) -> dict[str, Any]:
     """By attribute that torch's own optimizers have not: what tells whether it has changed. Of others than numbers,
-    tensors and containers of those it is not known."""
+    tensors, modules, objects and containers of those it is not known. The ``model``'s tensors, and the state of
+    optimizers that this one holds, are saved."""
     own = vars(torch.optim.Optimizer([torch.zeros(1)], {})).keys()
-    told = {name: _told(value) for name, value in vars(optimizer).items() if name not in own and name[:4] != "_opt"}
+    saved = {id(tensor) for tensor in (*model, *(p for group in optimizer.param_groups for p in group["params"]))}
+    told = {
+        name: _told(value, saved) for name, value in vars(optimizer).items() if name not in own and name[:4] != "_opt"
+    }
     return {name: value for name, value in told.items() if value is not None}
 
 
-def _told(value: Any, depth: int = 2) -> Any:
+def _told(value: Any, saved: Collection[int], depth: int = 3) -> Any:
     if isinstance(value, Tensor):
-        return id(value), value._version
+        return None if id(value) in saved else (id(value), value._version)
     if isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, dict | list | tuple | set) and depth:
+    if isinstance(value, torch.optim.Optimizer | type | types.ModuleType) or inspect.isroutine(value) or not depth:
+        return None
+    parts: Iterable[Any]
+    if isinstance(value, nn.Module):
+        parts = [*value.parameters(), *value.buffers()]
+    elif isinstance(value, list | tuple | set | dict):
         parts = value.values() if isinstance(value, dict) else value
-        return len(value), tuple(_told(part, depth - 1) for part in islice(parts, _MOST_TOLD))
-    return None
+    elif hasattr(value, "__dict__"):
+        parts = vars(value).values()
+    else:
+        return None
+    told = tuple(_told(part, saved, depth - 1) for part in islice(parts, _MOST_TOLD))
+    return (len(value), told) if isinstance(value, list | tuple | set | dict) else told
+
+
+def _load(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, shares: bool) -> None:
+    """Give ``optimizer`` a saved state. ``shares``: its groups or its state may be another's, too, who is to see the
+    loaded ones; torch puts new ones in their place."""
+    lists, state = optimizer.param_groups, optimizer.state
+    groups = list(lists)
+    optimizer.load_state_dict(dict(saved))
+    if saved.keys() >= {"state", "param_groups"}:  # somebody's own may have another form
+        _keep_dtypes(optimizer, saved)
+    if shares and type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        state.clear()
+        state.update(optimizer.state)
+        optimizer.param_groups, optimizer.state = lists, state
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

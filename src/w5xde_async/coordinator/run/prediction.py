@@ -26,7 +26,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.memory_bound import memory_bound_bytes
 from w5xde_async.coordinator.run.startup import limits, sampler_of
 from w5xde_async.errors import JobError, UsageError
-from w5xde_async.job import Job, build_model, made_by, make_dense, shown_end, step_function
+from w5xde_async.job import Job, build_model, made_by, make_dense, shown_end, state_bytes, step_function
 from w5xde_async.params.layout import Layout
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.telemetry import wording
@@ -234,12 +234,7 @@ def _optimizer_bytes(job: Job, model: nn.Module) -> int:
         optimizer = job.optimizer(model)
         make_dense(model)
         optimizer.step()
-        return sum(
-            value.numel() * value.element_size()
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
+        return state_bytes(optimizer)
 
     return made_by("optimizer", made)
 
