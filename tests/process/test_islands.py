@@ -215,6 +215,41 @@ def test_an_island_is_told_to_leave_and_a_single_worker_goes_on(
     assert single.finish() == 0
 
 
+def test_who_takes_the_place_of_a_member_that_was_killed_at_its_start_is_not_kept_waiting(
+    start: Any, tmp_path: Path, expected: str
+) -> None:
+    """Before its rank was there: the other's would wait five minutes for it, and nobody could join that member."""
+    job = tmp_path / "late.py"
+    job.write_text(LATE)
+    program, address = coordinator(start, tmp_path, job=f"{job}:gpt_adamw")
+    first = worker(start, address, "--island-member", "fsdp=2", job=f"{job}:gpt_adamw")
+    ends = time.monotonic() + 30
+    while "waiting for the other members" not in "".join(first.text):  # it is to be rank 0
+        assert time.monotonic() < ends, "".join(first.text)
+        time.sleep(0.02)
+    killed = worker(start, address, "--island-member", "fsdp=2", job=f"{job}:gpt_adamw", LATE="1")
+    while len(ranks_of(first)) + len(ranks_of(killed)) < 2:
+        assert time.monotonic() < ends, "".join(first.text + killed.text)
+        time.sleep(0.02)
+    (late,) = ranks_of(killed).values()
+    killed.signal(signal.SIGKILL)
+    os.kill(late, signal.SIGKILL)
+    instead = worker(start, address, "--island-member", "fsdp=2", job=f"{job}:gpt_adamw")
+    assert digest(program) == expected
+    assert first.finish() == instead.finish() == 0
+    assert "is gone" in "".join(first.text)
+
+
+LATE = """
+import os
+import time
+from tests.support.jobs import gpt_adamw
+
+if "RANK" in os.environ and "LATE" in os.environ:
+    time.sleep(60)
+"""
+
+
 def test_a_run_that_has_failed_ends_its_islands(start: Any, tmp_path: Path) -> None:
     job = tmp_path / "failing.py"
     job.write_text(FAILING)

@@ -23,6 +23,7 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 
 from w5xde_async.cluster import island_processes
 from w5xde_async.cluster.island_processes import IslandProcesses, Place
+from w5xde_async.cluster.ties import Ties
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import ExitCode, UsageError
 from w5xde_async.hub.members import roster
@@ -126,13 +127,80 @@ async def test_a_members_port_is_its_own_from_the_first_word_to_the_coordinator_
         told.append(volunteer)
         with pytest.raises(OSError, match="in use"):
             socket.create_server((volunteer.host, volunteer.port))
+        others.append(asyncio.create_task(other.connect(volunteer.host, volunteer.port, 1, 20.0)))
         return Rendezvous(0, volunteer.host, volunteer.port)
 
+    other, others = Ties(), list[asyncio.Task[None]]()
     member = Starting(SHAPE, (), meet=meet)
     assert await member.run() == ExitCode.OK
+    await others[0]
+    other.close()
     ((rank, place, _),) = member.started
     assert (rank, place.host, place.port) == (0, told[0].host, told[0].port)
     assert told[0].host == "127.0.0.1"
+
+
+class Waiting(IslandProcesses):
+    """A member whose rank does nothing until it is ended, as one does that waits for others."""
+
+    def __init__(self, ranks: list[int], addresses: list[tuple[str, int]]) -> None:
+        super().__init__(IslandShape("fsdp", 3), (), threads=1, meet=self._meets)
+        self.started, self.met = asyncio.Event(), 0
+        self._ranks, self._addresses = ranks, addresses
+
+    async def _meets(self, volunteer: Volunteer) -> Rendezvous:
+        self.met += 1
+        if self.met > 1:
+            await asyncio.Event().wait()  # nobody else comes
+        self._addresses.append((volunteer.host, volunteer.port))
+        rank = self._ranks.pop(0)
+        return Rendezvous(rank, *self._addresses[0])
+
+    async def _start(self, rank: int, place: Place, listening: socket.socket) -> Any:
+        self.started.set()
+        return Told()
+
+
+@pytest.mark.parametrize("leaves", [0, 1, 2])
+async def test_a_member_that_goes_while_the_ranks_start_is_waited_for_by_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leaves: int
+) -> None:
+    """Whichever: the others look for members anew, and would wait minutes for its rank."""
+    monkeypatch.setattr(island_processes, "_LEAVING_S", 0.05)
+    monkeypatch.setattr(island_processes, "_FIRST_PAUSE_S", 0.01)
+    ranks, addresses = [0, 1, 2], list[tuple[str, int]]()
+    members = [Waiting(ranks, addresses) for _ in range(3)]
+    running = [asyncio.create_task(member.run()) for member in members]
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(member.started.wait() for member in members))
+        members[leaves].leave("told")
+        assert await running[leaves] < 0 or members[leaves].told
+        others = [member for number, member in enumerate(members) if number != leaves]
+        while not all(member.met == 2 for member in others):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        for member in others:
+            member.leave("the test ends")
+        await asyncio.gather(*running)
+    assert f"the member of rank {leaves if leaves == 0 else ''}" in caplog.text
+
+
+async def test_a_member_that_goes_before_it_has_come_is_waited_for_by_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(island_processes, "_TYING_S", 0.05)
+    monkeypatch.setattr(island_processes, "_FIRST_PAUSE_S", 0.01)
+    for rank in (0, 1):
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            nobody = silent.getsockname()
+            member = Waiting([rank], [] if rank == 0 else [nobody])
+            running = asyncio.create_task(member.run())
+            async with asyncio.timeout(20):
+                while member.met < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+                member.leave("the test ends")
+                assert await running == ExitCode.DRAINED
+            assert not member.started.is_set()
+    assert caplog.text.count("not all members came") == 2
 
 
 async def test_all_ranks_of_this_machine_meet_at_one_that_listens() -> None:

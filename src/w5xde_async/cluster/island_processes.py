@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from w5xde_async.cluster.ties import Ties
 from w5xde_async.errors import ExitCode, RefusalCode, Refused, UsageError
 from w5xde_async.parallel.shape import STORE_FD, WORD_FD, IslandShape
 from w5xde_async.runtime import start_process
@@ -41,6 +42,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LASTED_S = 0.5, 30.0, 60.0
 _OTHERS_S = 1.5  # what one rank ends with may only follow from another's end
 _WORD_BYTES = 2000  # of what a rank says of its end
 _LOOK_S, _STOPPED_S = 0.5, 2.0  # at whether a rank is stopped, and for how long it may be
+_TYING_S = 20.0  # from the meeting on, for all members to be at the place where their ranks will be
 _LEAVING_S = 10.0  # for all ranks to leave once one has left in good order
 
 
@@ -76,6 +78,7 @@ class IslandProcesses:
         self._shape, self._arguments, self._threads, self._find, self._meet = shape, arguments, threads, find, meet
         self._host, self._environment = host or "127.0.0.1", environment
         self._processes: list[Process] = []
+        self._ties = Ties()
         self._words: dict[int, int] = {}  # by rank: the pipe in which it says why it ends
         self._left = asyncio.Event()
         self.told = ""  #: why it leaves, once it was told to
@@ -130,6 +133,13 @@ class IslandProcesses:
                 place = await self._met(self._meet, Volunteer(str(self._shape), self._shape.ranks, host, port))
             if place is None:
                 return (ExitCode.DRAINED if self._left.is_set() else ExitCode.OK), ""
+            if self._meet is not None:
+                try:
+                    await self._or_left(self._tie(place, listening))
+                except (OSError, TimeoutError) as error:
+                    return ExitCode.ISLAND_LOST, f"not all members came: {str(error) or 'in time'}"
+                if self._left.is_set():
+                    return ExitCode.DRAINED, ""
             for rank in place.ranks:
                 self._processes.append(await self._start(rank, place, listening))
         waits = {
@@ -137,15 +147,22 @@ class IslandProcesses:
             for rank, process in zip(place.ranks, self._processes, strict=True)
         }
         stopped = asyncio.create_task(self._stopped())
+        watched: list[asyncio.Task[int]] = [stopped]
+        if self._meet is not None:
+            watched.append(gone := asyncio.create_task(self._ties.gone()))
         try:
-            done, _ = await asyncio.wait((*waits, stopped), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait((*waits, *watched), return_when=asyncio.FIRST_COMPLETED)
             if stopped in done:
                 rank = place.ranks[stopped.result()]
                 return ExitCode.ISLAND_LOST, f"rank {rank} has been stopped by a signal for {_STOPPED_S:.0f} s"
-            good = all(task.result() in _GOOD for task in done)
+            if done <= set(watched):  # a member may go first where all leave
+                done, _ = await asyncio.wait(waits, timeout=_LEAVING_S, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    return ExitCode.ISLAND_LOST, f"the member of rank {gone.result()} is gone"
+            good = all(task.result() in _GOOD for task in done if task in waits)
             done, left = await asyncio.wait(waits, timeout=_LEAVING_S if good else _OTHERS_S)
         finally:
-            for task in (*waits, stopped):
+            for task in (*waits, *watched):
                 task.cancel()
         ends = {waits[task]: task.result() for task in done}
         if good and left:
@@ -178,6 +195,13 @@ class IslandProcesses:
                 return None
             raise
 
+    async def _tie(self, place: Place, listening: socket.socket) -> None:
+        """Make the ties to the other members. Raises OSError, TimeoutError where one has gone since they met."""
+        if 0 in place.ranks:
+            await self._ties.accept(listening, self._shape.ranks, _TYING_S)
+        else:
+            await self._ties.connect(place.host, place.port, place.ranks[0], _TYING_S)
+
     async def _or_left(self, work: Awaitable[_T]) -> _T | None:
         """What comes of ``work``; None where this one is asked to leave before."""
         working = asyncio.ensure_future(work)
@@ -188,6 +212,7 @@ class IslandProcesses:
         finally:
             working.cancel()
             leaving.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
 
     def _environment_of(self, rank: int, place: Place) -> dict[str, str]:
         environment = {
@@ -223,6 +248,7 @@ class IslandProcesses:
         return ""
 
     async def _kill(self) -> None:
+        self._ties.close()
         processes, self._processes = self._processes, []
         for process in processes:
             if process.returncode is None:
