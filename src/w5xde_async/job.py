@@ -340,7 +340,8 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Opt
             found[place] = value
             parts = _held_by(value)
         elif isinstance(value, dict):
-            parts = [(str(key), part) for key, part in value.items()]
+            named = all(isinstance(key, str | int) for key in value)  # others may take long to be shown
+            parts = [(str(key) if named else str(n), part) for n, (key, part) in enumerate(value.items())]
         elif isinstance(value, list | tuple):
             parts = [(str(number), part) for number, part in enumerate(value)]
         else:

@@ -2,8 +2,8 @@
 
 They begin where rank 0 will listen, once the members have met, and hold from then on: its start takes a rank seconds,
 and it waits minutes for one that does not come, while its member would not be there for whoever takes the place.
-Nothing is said on them but who is there, and that all are; like all that ranks say to each other it is neither
-authenticated nor encrypted.
+Nothing is said on them but who is there, and that all are, and a line that is cut for a while ends none; like all that
+ranks say to each other it is neither authenticated nor encrypted.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import asyncio
 import socket
 from asyncio import StreamReader, StreamWriter
 from contextlib import suppress
-
-from w5xde_async.net.tuning import tune
 
 _SAYING_S = 2.0  # for who has connected to say who he is: it may be a stranger
 _HELLO, _START = b"w5xde rank %d\n", b"start\n"
@@ -41,7 +39,7 @@ class Ties:
                     if rank is None or rank in self._streams:
                         streams[1].close()
                     else:
-                        self._keep(rank, streams)
+                        self._streams[rank] = streams
                 for _, writer in self._streams.values():
                     writer.write(_START)
                     await writer.drain()
@@ -52,14 +50,10 @@ class Ties:
         """As another, be there for rank 0, and return when all are. Raises TimeoutError, OSError where they are not."""
         async with asyncio.timeout(seconds):
             reader, writer = streams = await asyncio.open_connection(host, port)
-            self._keep(0, streams)
+            self._streams[0] = streams
             writer.write(_HELLO % rank)
             if await reader.readline() != _START:
                 raise ConnectionError("rank 0 waits for the others no more")
-
-    def _keep(self, rank: int, streams: tuple[StreamReader, StreamWriter]) -> None:
-        tune(streams[1].get_extra_info("socket"))
-        self._streams[rank] = streams
 
     async def gone(self) -> int:
         """Return when another member is gone, or has no tie to this one any more: its rank."""
