@@ -238,6 +238,7 @@ async def test_a_coordinator_that_has_ended_since_it_offered_memory_is_no_error(
                 super().__init__(*given)
                 return
             assert worker._connection is not None
+            worker._not_opened = (worker._connection.welcome.run_id, 0)  # of a coordinator before this one, too
             if link_ends:
                 loop.call_soon_threadsafe(worker._connection.link.abort)
             raise Unshared("there is no such process here")

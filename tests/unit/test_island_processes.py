@@ -174,14 +174,14 @@ async def test_a_member_that_goes_while_the_ranks_start_is_waited_for_by_nobody(
     async with asyncio.timeout(20):
         await asyncio.gather(*(member.started.wait() for member in members))
         members[leaves].leave("told")
-        assert await running[leaves] < 0 or members[leaves].told
+        assert await running[leaves] == ExitCode.DRAINED
         others = [member for number, member in enumerate(members) if number != leaves]
         while not all(member.met == 2 for member in others):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         for member in others:
             member.leave("the test ends")
         await asyncio.gather(*running)
-    assert f"the member of rank {leaves if leaves == 0 else ''}" in caplog.text
+    assert f"the member of rank {leaves} is gone" in caplog.text
 
 
 async def test_a_member_that_goes_before_it_has_come_is_waited_for_by_nobody(
