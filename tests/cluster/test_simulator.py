@@ -78,10 +78,11 @@ def test_a_seed_is_the_same_run_every_time() -> None:
         assert first.faults == second.faults
 
 
+@pytest.mark.timeout(300)  # a hundred seeds, where timings have moved and the published one finds nothing any more
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_noticed(bug: str) -> None:
     tries = [PUBLISHED[bug]] if bug in PUBLISHED else []
-    tries += [(mode_of(seed, "both"), seed) for seed in range(100)]  # timings change with the code
+    tries += [(mode_of(seed, "both"), seed) for seed in range(100)]
     assert any(noticed(one(seed, mode, bug)) for mode, seed in tries)
 
 
