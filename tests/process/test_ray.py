@@ -18,7 +18,7 @@ import torch
 from tests.support import jobs
 from tests.support.chaos import show
 from tests.support.cluster import train
-from tests.support.processes import LEAF_DELAY, ROOT
+from tests.support.processes import HURRY, LEAF_DELAY, ROOT
 
 from w5xde_async.launch.plan import Plan
 
@@ -71,6 +71,7 @@ with Fleet(plan) as fleet:
     fleet.scale(2)
     found["left"] = [event["clean"] for event in until("worker_left", 2)]
     found["step"] = until("step_committed", 1)[-1]["step"]
+    Path(os.environ["W5XDE_TEST_HURRY"]).touch()
     found["code"] = fleet.wait()
     (finished,) = until("run_finished", 1)
     found |= {key: finished[key] for key in ("digest", "outcome", "total_steps")}
@@ -92,8 +93,8 @@ def test_a_run_on_ray_grows_loses_an_actor_and_has_the_same_bits(tmp_path: Path,
     expected = asyncio.run(train(jobs.mlp_sgd)).digest
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("W5XDE_", "RAY_"))}
     environment |= {
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", LEAF_DELAY: "0.15", "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_TMPDIR": short, "W5XDE_DASHBOARD": "false",
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", LEAF_DELAY: "1", HURRY: str(tmp_path / "hurry"),
+        "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": short, "W5XDE_DASHBOARD": "false",
     }  # fmt: skip
     began = time.monotonic()
     plan = json.dumps({name: getattr(PLAN, name) for name in Plan.__dataclass_fields__})

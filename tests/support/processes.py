@@ -19,6 +19,7 @@ from tests.support import forking
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAF_DELAY = "W5XDE_TEST_LEAF_S"  # tests/support/jobs.py: seconds that every leaf takes longer
+HURRY = "W5XDE_TEST_HURRY"  # the file whose presence ends that
 
 Event = dict[str, Any]
 
