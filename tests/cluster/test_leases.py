@@ -518,6 +518,24 @@ async def test_a_drain_takes_back_long_leases_and_those_of_the_next_step(leaf_s:
         assert worker.said_goodbye()
 
 
+async def test_all_may_drain_though_one_holds_a_lease_of_the_next_step():
+    """Whoever could have finished this step leaves as well: the next one's parameters would never come."""
+    async with scripted(pacing=TWO_LEASES) as run:
+        worker, other = await run.worker("a"), await run.worker("b")
+        await first_step(run, worker, other)
+        while not held(worker, 2):
+            await run.until(lambda: held(worker, 1) or held(worker, 2))
+            await finish(run, worker, 1)
+        assert held(other, 1)
+        assert not held(worker, 1)
+        ahead = [lease.lease for lease in held(worker, 2)]
+        await worker.link.send(encode(Drain("spot notice", 25.0)))
+        await settle()
+        assert worker.revoked() == ahead
+        assert worker.said_goodbye()
+        assert run.training.phase.leaves_wasted == 0
+
+
 async def test_a_drain_takes_back_what_was_not_sent_and_keeps_what_was():
     """The oldest lease waits for its data still: the next one is what its worker is at."""
     async with scripted(pacing=TWO_LEASES) as run:

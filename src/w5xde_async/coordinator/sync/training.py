@@ -879,10 +879,12 @@ class SyncTraining:
             leaves += grant.block.num_leaves if sent else 0
             known = self.pacing.leaf_s(grant.worker) is not None
             late_s = self.pacing.late_s(grant.worker, leaves) if known else None
-            if first:  # it is being computed
+            if grant.step != self.version:  # not begun, and the step before may have nobody left to finish it
+                in_time = False
+            elif first:  # it is being computed
                 in_time = late_s is None or late_s <= grace_s
             else:  # it may have been begun by the time that the worker hears of this, unless it takes long
-                in_time = grant.step == self.version and late_s is not None and late_s <= min(grace_s, _MOMENT_S)
+                in_time = late_s is not None and late_s <= min(grace_s, _MOMENT_S)
             if not (session.is_receiving(grant.lease) or (sent and in_time)):
                 self.ledger.give_back(grant.lease)
                 self.revoke(grant, "draining")
