@@ -114,7 +114,7 @@ def test_a_step_that_was_overdue_may_take_twice_as_long(accepted: bool) -> None:
     if accepted:
         ledger.settle(again.lease, accepted=True)
     else:
-        assert ledger.refuse(again.lease, "b", 1.0, most=1) == (0,)
+        assert ledger.refuse(again.lease, "b", 1.0, most=1, most_finite=1) == {0: 1}
     assert not ledger._overran
 
 
@@ -199,14 +199,14 @@ def test_results_that_are_all_too_large_vouch_for_each_other() -> None:
     for norm in (3.0, 8.0, math.inf):  # one alone vouches for nothing, and what is not finite for nobody
         lease = submit("a")
         assert ledger.vouched(lease, "a", present=2) == 0.0
-        ledger.refuse(lease, "a", norm, most=9)
+        ledger.refuse(lease, "a", norm, most=9, most_finite=9)
     lease = submit("b")
     assert ledger.vouched(lease, "b", present=2) == 16.0  # twice the last that "a" came to
     assert ledger.vouched(lease, "b", present=4) == 0.0  # two of four are not most of them
-    ledger.refuse(lease, "b", 5.0, most=9)
+    ledger.refuse(lease, "b", 5.0, most=9, most_finite=9)
     lease = submit("c")
     assert ledger.vouched(lease, "c", present=4) == 10.0  # twice the smallest: one of them is honest
-    ledger.refuse(lease, "c", 70.0, most=9)
+    ledger.refuse(lease, "c", 70.0, most=9, most_finite=9)
     lease = submit("c")
     assert ledger.vouched(lease, "c", present=3) == ledger.vouched(lease, "c", present=1) == 10.0
 
@@ -219,7 +219,30 @@ def test_who_is_alone_vouches_for_itself_by_coming_to_the_same() -> None:
         ledger.submitted(grant.lease, 0.0)
         assert ledger.vouched(grant.lease, "a", present=2) == 0.0
         assert ledger.vouched(grant.lease, "a", present=1) == said
-        ledger.refuse(grant.lease, "a", norm, most=9)
+        ledger.refuse(grant.lease, "a", norm, most=9, most_finite=9)
+
+
+@pytest.mark.parametrize(
+    ("norms", "given_up_after"),
+    [
+        ([math.inf] * 9, 3),
+        ([1.0] * 9, 5),
+        ([math.inf, 1.0, math.inf, math.inf, math.nan] + [1.0] * 4, 9),  # it is not the step that makes them so
+        ([math.inf, 1.0] + [math.nan] * 7, 6),  # who came to a number is gone: it ends all the same
+    ],
+)
+def test_a_step_that_somebody_came_to_a_number_on_is_not_given_up_for_others_that_do_not(
+    norms: list[float], given_up_after: int
+) -> None:
+    ledger = StreamLedger(total_steps=1)
+    tried = 0
+    while not ledger.complete:
+        grant = ledger.grant("a", now=0.0, deadline_s=5.0)
+        assert grant is not None
+        ledger.submitted(grant.lease, 0.0)
+        given_up = ledger.refuse(grant.lease, "a", norms[tried], most=3, most_finite=5)
+        tried += 1
+    assert (tried, given_up) == (given_up_after, {0: given_up_after})
 
 
 def test_nobody_vouches_for_a_result_without_steps_of_its_own() -> None:

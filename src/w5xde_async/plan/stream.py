@@ -223,23 +223,26 @@ class StreamLedger(LeaseTable[Grant]):
             most = min(most, 2 * min(others.values()) if agreed else 0.0)
         return most
 
-    def refuse(self, lease: int, worker: str, norm: float, most: int) -> tuple[int, ...]:
+    def refuse(self, lease: int, worker: str, norm: float, *, most: int, most_finite: int) -> dict[int, int]:
         """A result of ``worker`` was no good: its steps are free again, for others first. ``norm``: of the result.
 
-        Returns those that were refused ``most`` times: they are given up, which is to say done.
+        Returns those that are given up, which is to say done, and how many results each had: ``most`` where none was
+        finite. One that was shows that who sends others is at fault, or lies, and not the step; then ``most_finite`` of
+        either kind.
         """
-        given_up = []
+        given_up = {}
         for step in self._judged.pop(lease):
             refusals = self._refusals.setdefault(step, [])
             refusals.append((worker, norm))
-            if len(refusals) < most:
+            finite = sum(math.isfinite(norm) for _, norm in refusals)
+            if max(finite, len(refusals) - finite) < (most_finite if finite else most):
                 heapq.heappush(self._free, step)
                 continue
             self.done.add(step)
             self._overran.pop((step, 0), None)
-            given_up.append(step)
+            given_up[step] = len(refusals)
             del self._refusals[step]
-        return tuple(given_up)
+        return given_up
 
     def _tried(self, step: int) -> tuple[str, ...]:
         """Who failed on a step, each as often as it did."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -230,9 +230,11 @@ class OuterTraining:
         accepted = code is VerdictCode.APPLIED
         self._stalenesses.append(max(0, self.version - given.version))
         counts = accepted or self._streams  # other fragments have it: doing it again would count it twice in those
-        given_up: tuple[int, ...] = ()
+        given_up: dict[int, int] = {}
         if outcome is not None and code is VerdictCode.REJECTED and not self._streams:
-            given_up = self.ledger.refuse(given.lease, given.worker, outcome.norm, self._most_tries(outcome))
+            most = self.context.checks.max_leaf_failures
+            again = max(most, NormGateConfig().reopen_after + 1)  # the gate learns anew in time; then they may count
+            given_up = self.ledger.refuse(given.lease, given.worker, outcome.norm, most=most, most_finite=again)
         else:
             self.ledger.settle(given.lease, accepted=counts)
         # Where fragments stream its worker keeps what was refused for the next one, unless nothing can come of it.
@@ -278,11 +280,6 @@ class OuterTraining:
                 "leaves_in_vain counts more of them; if workers are honest, raise --norm-gate, or give 0"
             )
 
-    def _most_tries(self, outcome: Outcome) -> int:
-        """How often a step's results may be refused. The norm gate learns anew in time; then they may count."""
-        most = self.context.checks.max_leaf_failures
-        return most if not math.isfinite(outcome.norm) else max(most, NormGateConfig().reopen_after + 1)
-
     def _use(self, worker: str, steps: Sequence[int]) -> None:
         """These steps are done, with what ``worker`` made of them: the run and that worker have their samples."""
         plans = [self.scheduler.plan(step) for step in steps]
@@ -290,16 +287,17 @@ class OuterTraining:
         self.phase.used(leaves=leaves, samples=samples)
         self.phase.credit(worker, leaves, samples)
 
-    async def _give_up(self, worker: str, steps: Sequence[int], outcome: Outcome) -> None:
+    async def _give_up(self, worker: str, tries: Mapping[int, int], outcome: Outcome) -> None:
         """No result of these steps can count: the run goes on without them, and they use up their samples."""
-        tries = self._most_tries(outcome)
+        steps = tuple(tries)
         used_up = sum(self.scheduler.plan(step).num_samples for step in steps)
         await self.aggregator.submit(partial(self.rule.skip, steps, used_up))
         self._use(worker, steps)
         for step in steps:
             samples = named_samples(self.scheduler.whole_plan(step))
             self.scheduler.computed(step)
-            self.phase.warn(f"step {step + 1} is left out: {outcome.reason}, the last of {tries} tries; {samples}")
+            why = f"{outcome.reason}, the last of {tries[step]} tries"
+            self.phase.warn(f"step {step + 1} is left out: {why}; {samples}")
         if not math.isfinite(outcome.norm):
             self.phase.note_gradient(self.progress, finite=False)
         rate = float(self.rule.optimizer.param_groups[0]["lr"])
