@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.generated.runner import Report, run
-from tests.generated.scenario import JUDGED, RULES, Fault, Scenario, drawn, known, storm
+from tests.generated.scenario import JUDGED, LEAVING, RULES, Fault, Scenario, drawn, known, storm
 from tests.support.streams import KINDS
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -52,6 +52,10 @@ FOUND = {
     ),
     "an honest worker was judged by parameters that it was never told, which a lossy downlink had left out": Scenario(
         samples=74, habits=("loud",), downlink="sign", gate=True, faults=(Fault("worker hangs in its step", 1.7),)
+    ),
+    "one that was to leave kept a lease of the next step, when nobody was left to finish the one before": Scenario(
+        samples=640, batch=8, microbatch=1, columns=4, max_steps=40, workers=3, ahead=2, leaf_s=0.05,
+        faults=(Fault(LEAVING, 0.4),), seed=4,
     ),
     "a step of 8 leaves had the time of the one leaf that an epoch ends with": Scenario(
         samples=129, batch=128, microbatch=16, epochs=2, rule="local", inner_steps=5, workers=3, ahead=3, leaf_s=0.5,

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from tests.generated.jobs import Model, expected_applications, job_of, sampler_of
-from tests.generated.scenario import EXACT, KEPT, Fault, Scenario
+from tests.generated.scenario import EXACT, KEPT, LEAVING, Fault, Scenario
 from tests.simulator import faults
 from tests.simulator.cluster import Cluster, Violation
 from tests.simulator.loop import HOST, Deadlock, Host, Killed, Livelock, TimeUp
@@ -140,6 +140,11 @@ class _Run(Cluster):
     def _quiet(self) -> bool:
         return not self.scenario.faults and not self.scenario.storm
 
+    def _prompt(self) -> bool:
+        """Whether nothing keeps who is asked to leave."""
+        kinds = {fault.kind for fault in self.scenario.faults}
+        return kinds <= {LEAVING, "worker drained", "late joiner"} and not (self.scenario.storm or self.scenario.line_s)
+
     def _mixing(self) -> float:
         """What is kept of the local values under ``streaming``, so that Deltas tell how often a sample is in them.
 
@@ -248,6 +253,8 @@ class _Run(Cluster):
             self.left_out |= "is left out" in event.text
         elif isinstance(event, WorkerLeft) and self._quiet() and not (event.clean or self.finished):
             self.violate("dismissed", f"nothing went wrong, and a worker was sent away: {event.reason}")
+        elif isinstance(event, WorkerLeft) and "its grace" in event.reason and self._prompt():
+            self.violate("dismissed", f"a worker that was to leave was let go {event.reason}")
         elif isinstance(event, WorkerLeft) and "broke the protocol" in event.reason and not self.hostile:
             if not any(host.lied for host in self.hosts):  # whose absurd numbers are refused
                 self.violate("protocol", f"{event.reason}")

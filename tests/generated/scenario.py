@@ -9,7 +9,20 @@ from typing import Any
 
 from tests.support.streams import KINDS
 
-__all__ = ["EXACT", "FAULTS", "JUDGED", "KEPT", "OPEN", "Fault", "Scenario", "drawn", "known", "smaller", "storm"]
+__all__ = [
+    "EXACT",
+    "FAULTS",
+    "JUDGED",
+    "KEPT",
+    "LEAVING",
+    "OPEN",
+    "Fault",
+    "Scenario",
+    "drawn",
+    "known",
+    "smaller",
+    "storm",
+]
 
 DATA = ("tensors", "map", "getitems", "collate", "dict", "nested")
 INPUTS = ("float32", "float64", "float16", "bfloat16", "uint8", "int32", "int64", "bool", "uint16", "uint32")
@@ -34,6 +47,7 @@ FAULTS = (
 )  # fmt: skip
 #: What does no harm where results are judged.
 JUDGED = "worker computes no numbers"
+LEAVING = "everybody drained"
 #: Those that need a run directory.
 KEPT = ("coordinator killed", "coordinator stopped in good order", "coordinator without power", "disk full")
 
@@ -282,4 +296,6 @@ def _drawn(rng: random.Random, seed: int) -> Scenario:
     if made.gate and made.exact and one_in(2):
         faults = (Fault(JUDGED, rng.randint(0, 40) / 10),)
         made = replace(made, faults=faults, storm=False, workers=max(made.workers, 2), min_workers=max(made.workers, 2))
+    elif one_in(6):
+        made = replace(made, faults=(*made.faults, Fault(LEAVING, rng.randint(0, 40) / 10)))
     return made

@@ -71,6 +71,7 @@ class Cluster(ABC):
         self.coordinators: list[Host] = []
         self.workers: dict[int, Host] = {}
         self.num_slots = 0
+        self.away_until = 0.0  # nobody who has left comes back before
         self.pauses_at_joining_s: dict[str, float] = {}  # machine -> of the worker that is started there next
         self.doom_next: Callable[[Host], None] | None = None  # done to the coordinator that is started next
         self.finished = False
@@ -226,7 +227,7 @@ class Cluster(ABC):
             self._ended(host, outcome)
             if outcome is Departure.FINISHED:
                 return
-            await asyncio.sleep(self.random.uniform(0.1, 4.0))
+            await asyncio.sleep(max(self.away_until - self.loop.now, 0.0) + self.random.uniform(0.1, 4.0))
 
     def add_island(self, ranks: int, share: Share, first_s: float = 0.0) -> None:
         slot, self.num_slots = self.num_slots, self.num_slots + 1

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tests.simulator.cluster import Cluster
@@ -262,6 +263,16 @@ def _drain(world: Cluster, rng: random.Random) -> bool:
         return False
     worker.spawn(_call(lambda: worker.service.drain("a notice")), "notice")
     return True
+
+
+@_fault("everybody drained", among=MORE)
+def _drain_all(world: Cluster, rng: random.Random) -> bool:
+    """All that are there are asked to leave at once, and for a minute nobody comes back."""
+    workers = [host for host in world.live_workers() if host.state == Host.RUNNING and host.service is not None]
+    world.away_until = world.loop.now + 60.0
+    for worker in workers:
+        worker.spawn(_call(partial(worker.service.drain, "a notice")), "notice")
+    return bool(workers)
 
 
 @_fault("leaf failed")
