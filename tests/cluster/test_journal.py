@@ -26,6 +26,7 @@ from w5xde_async.coordinator.run.spec import Prepared
 from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import CheckpointCorrupt, UsageError
+from w5xde_async.hub.work.verdicts import Counted
 from w5xde_async.job import Job
 from w5xde_async.plan.numerics import EXACT
 from w5xde_async.runtime import Runtime
@@ -43,6 +44,7 @@ from w5xde_async.telemetry.events import (
     Warned,
 )
 from w5xde_async.telemetry.recorder import Recorder
+from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.sync import LossScale
 from w5xde_async.worker.service import Worker
 
@@ -190,6 +192,30 @@ class _Huge(torch.nn.CrossEntropyLoss):
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return super().forward(input, target) * 4096
+
+
+@pytest.mark.parametrize(("codec", "durability"), [("int4", "journal"), ("int4", "checkpoint"), ("raw", "journal")])
+async def test_after_a_kill_it_is_known_which_results_had_counted(tmp_path: Path, codec: str, durability: str) -> None:
+    """Else their workers would take them for refused, and with them what their codec had left out."""
+    make, left = jobs.mlp_sgd, tmp_path / "left"
+    config = {"durability": durability, "update": UpdateConfig(codec=codec)}
+    every = 1 if durability == "checkpoint" else 500
+    noted: list[tuple[int, int]] = []
+    note = Counted.note
+
+    def see(self: Counted, lease: int, buckets: tuple[int, ...], version: int) -> None:
+        noted.append((lease, version))
+        note(self, lease, buckets, version)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Counted, "note", see)
+        await crash(make, tmp_path / "run", at=5, left=left, saves=5 // every, checkpoint_every=every, **config)
+    found = await asyncio.to_thread(prepared, make, left, **config)
+    assert found.resume.step >= 5
+    last = [[lease] for lease, version in noted if version == found.resume.step]
+    assert bool(last) == (codec == "int4")
+    assert found.spec.counted.records(0, found.resume.step)[len(last) * -1 :] == last
+    assert (await go_on(make, left, **config))[0].outcome == "finished"
 
 
 async def test_checkpoints_end_segments_and_an_older_one_replays_all(tmp_path: Path) -> None:

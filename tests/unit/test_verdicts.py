@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from w5xde_async.hub.work.verdicts import Verdicts
+from w5xde_async.hub.work import verdicts as module
+from w5xde_async.hub.work.verdicts import Counted, Verdicts
 from w5xde_async.wire.messages import Verdict, VerdictCode
 
 APPLIED, STALE, DUPLICATE, REJECTED = VerdictCode
@@ -15,7 +18,8 @@ class Book:
 
     def __init__(self, *, lasting: bool = True) -> None:
         self.said: list[tuple[str, tuple[int, ...], int, tuple[int, ...]]] = []
-        self.verdicts = Verdicts(self._post, lasting=lasting, version=3)
+        self.counted = Counted()
+        self.verdicts = Verdicts(self._post, lasting=lasting, version=3, counted=self.counted)
 
     def _post(self, worker: str, verdict: Verdict) -> None:
         self.said.append((worker, verdict.leases, verdict.code, verdict.buckets))
@@ -147,3 +151,58 @@ def test_nothing_is_kept_where_no_codec_leaves_anything_out() -> None:
     book.take()
     book.verdicts.returned("a", (1,))
     assert book.take() == [("a", (1,), STALE, ())]
+
+
+def test_the_next_coordinator_says_what_had_counted(book: Book) -> None:
+    """This one was killed before its workers had read it: what it said is in the journal, or in a checkpoint."""
+    verdicts = book.verdicts
+    verdicts.received(1, "a", 0)
+    verdicts.finished(1, "a")
+    verdicts.turned_away(2, "b")  # bucket 0
+    verdicts.received(2, "b", 1)
+    verdicts.finished(2, "b")
+    verdicts.answered(3, "b", REJECTED, "not finite")
+    verdicts.committed(4)
+    verdicts.received(5, "c", 0)
+    verdicts.finished(5, "c")
+    kept = json.loads(json.dumps(book.counted.records(4, 4)))
+    assert kept == [[2, 1], [1]]  # those that count in part are settled first
+    later = Book()
+    later.counted.restore(kept, 4)
+    later.verdicts.returned("a", [1])
+    later.verdicts.returned("b", [2, 3])
+    later.verdicts.returned("c", [5])
+    assert later.take() == [
+        ("a", (1,), APPLIED, ()), ("b", (2,), APPLIED, (1,)), ("b", (3,), STALE, ()), ("c", (5,), STALE, ()),
+    ]  # fmt: skip
+    assert later.counted.records(0, 9) == kept  # until it is known that they have read it
+    later.verdicts.confirmed("a", 4)
+    assert later.counted.records(0, 9) == [[2, 1]]
+
+
+def test_what_was_promised_is_no_part_of_a_version_before_its_step_is(book: Book) -> None:
+    verdicts = book.verdicts
+    verdicts.received(1, "a", 0)
+    verdicts.finished(1, "a")
+    verdicts.presume("a")
+    assert book.take() == [("a", (1,), APPLIED, ())]
+    assert book.counted.records(0, 3) == []
+    verdicts.committed(4)
+    assert book.counted.records(4, 4) == [[1]]
+
+
+def test_what_nobody_asks_for_is_forgotten_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_COUNTED", 3)
+    counted = Counted()
+    counted.restore([[lease] for lease in range(5)], 1)
+    assert counted.records(0, 1) == [[2], [3], [4]]
+    with pytest.raises((TypeError, ValueError)):
+        counted.restore([["x"]], 1)  # type: ignore[list-item]
+
+
+def test_where_codecs_leave_nothing_out_nothing_is_kept() -> None:
+    book = Book(lasting=False)
+    book.verdicts.received(1, "a", 0)
+    book.verdicts.finished(1, "a")
+    book.verdicts.committed(4)
+    assert book.counted.records(0, 9) == []

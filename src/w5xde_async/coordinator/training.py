@@ -28,7 +28,7 @@ from w5xde_async.hub.members.contributions import Contributions
 from w5xde_async.hub.members.liveness import Scheduling
 from w5xde_async.hub.members.roster import Greeting, Roster
 from w5xde_async.hub.members.session import Session, WorkSource
-from w5xde_async.hub.work.verdicts import Verdicts
+from w5xde_async.hub.work.verdicts import Counted, Verdicts
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.leases import FailedWork, LeaseTable, LeaseTerms
@@ -153,6 +153,7 @@ class RunContext:
     total_steps: int
     history: History = field(default_factory=History)
     numerics: RunNumerics = field(default_factory=RunNumerics)
+    counted: Counted = field(default_factory=Counted)
     hooks: Hooks = field(default_factory=Hooks)
     executor: Executor | None = None
     random_bytes: Callable[[int], bytes] = os.urandom
@@ -216,7 +217,9 @@ class Phase:
             scheduling, greeting, config, context.bus, context.clock,
             contributions=history.contributions, numerics=context.numerics, on_quarantine=context.hooks.on_quarantine,
         )  # fmt: skip
-        self.verdicts = Verdicts(self.roster.tell, lasting=self.roster.keeps_residuals, version=version)
+        self.verdicts = Verdicts(
+            self.roster.tell, lasting=self.roster.keeps_residuals, version=version, counted=context.counted
+        )
         self.samples_applied = history.samples  #: of the steps that are done, those of earlier phases included
         self.last_loss = history.loss  #: of the last commit that has a finite one, if any has
         self.leaves = self.leaves_wasted = 0  #: computed and used, and not used

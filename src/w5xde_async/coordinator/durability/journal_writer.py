@@ -79,7 +79,7 @@ class _Record:
     samples_applied: int
     wall: float
     told: bool
-    news: Mapping[str, Sequence[int | str]]
+    news: Mapping[str, Sequence[int | str | list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +184,12 @@ class JournalWriter:
 
     def append(
         self, version: int, step: AppliedStep, event: StepCommitted, samples_applied: int,
-        news: Mapping[str, Sequence[int | str]] | None = None,
+        news: Mapping[str, Sequence[int | str | list[int]]] | None = None,
     ) -> None:  # fmt: skip
         """A step is applied: ``event`` is published when it counts. ``step.root`` belongs to this object now.
 
         ``news``: ``bad_samples`` that were found, and ``numerics`` and ``devices`` that came, since the last step was
-        given; they go into its record.
+        given, and leases that it has ``counted``; they go into its record.
         """
         told = not self._holds_back
         if told:
@@ -369,7 +369,8 @@ def _entry(record: _Record, layout: Layout) -> Entry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
     """One step applied again. ``line`` is its record for ``metrics.jsonl``; ``same`` whether it gave the same norm;
-    ``bad_samples`` were found, ``numerics`` and ``devices`` came by then, and were not recorded before."""
+    ``bad_samples`` were found, ``numerics`` and ``devices`` came by then, and were not recorded before; ``counted`` are
+    the leases that are in it, as ``Counted.records``."""
 
     applied: Applied
     samples_applied: int
@@ -378,6 +379,7 @@ class Replayed:
     bad_samples: tuple[int, ...] = ()
     numerics: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
+    counted: tuple[tuple[int, ...], ...] = ()
 
 
 def apply_entry(entry: Entry, layout: Layout, rule: SyncRule, vector: ResultVector) -> Replayed:
@@ -408,6 +410,7 @@ def apply_entry(entry: Entry, layout: Layout, rule: SyncRule, vector: ResultVect
         untouched, samples, told = set(meta["untouched"]), int(meta["num_samples"]), meta["event"]
         bad_samples = tuple(map(int, meta.get("bad_samples", ())))
         numerics, devices = (tuple(map(str, meta.get(name, ()))) for name in ("numerics", "devices"))
+        counted = tuple(tuple(map(int, one)) for one in meta.get("counted", ()))
         applied_before, line = int(meta["samples_applied"]), {"time": meta["time"], **told}
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointCorrupt(
@@ -418,5 +421,5 @@ def apply_entry(entry: Entry, layout: Layout, rule: SyncRule, vector: ResultVect
     same = applied.gradient_norm == before or (applied.gradient_norm != applied.gradient_norm and before != before)
     return Replayed(
         applied=applied, samples_applied=applied_before, line=line, same=same, bad_samples=bad_samples,
-        numerics=numerics, devices=devices,
+        numerics=numerics, devices=devices, counted=counted,
     )  # fmt: skip

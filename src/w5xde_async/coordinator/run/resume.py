@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -220,6 +221,7 @@ def _apply_all(
         lines.append(done.line)
         spec.bad.restore(done.bad_samples)
         spec.numerics.restore(done.numerics, done.devices)
+        spec.counted.restore(done.counted, entry.step)
         samples, of_step = done.samples_applied, number(done.line.get("loss"))
         if loss is None or math.isfinite(of_step):  # as ``Phase.committed``
             loss = of_step
@@ -333,6 +335,8 @@ def _restore(
     before, now = str(record.meta.get("updated_on", "cpu")), _updated_on(strategy)
     if before != now:
         notes.append(f"updates were made on {before} so far and are made on {now} now: the run's last bits may differ")
+    counted: Any = record.meta.get("counted", [])
+    spec.counted.restore(counted, 0)
     bad: Any = record.meta.get("bad_samples", [])
     spec.bad.restore(map(int, bad))
     if spec.stream is not None:
@@ -490,10 +494,16 @@ class KeptState:
                 **({} if (place := _updated_on(self.strategy)) == "cpu" else {"updated_on": place}),
                 **({} if spec.stream is None else {"stream": self._mark(spec.stream, step)}),
                 **({"bad_samples": [*bad]} if (bad := spec.bad.all()) else {}),
+                **({"counted": counted} if (counted := self._counted(step)) else {}),
                 **({"overrides": [list(one) for one in spec.overrides]} if spec.overrides else {}),
             },
             groups={"model": model, "rule": {name: tensor.clone() for name, tensor in tensors.items()}},
         )
+
+    def _counted(self, step: int) -> list[JSON]:
+        """Leases that are in it. Other rules count what has come for their next version, too, and keep that."""
+        last = step if isinstance(self.strategy.rule, SyncRule) else sys.maxsize
+        return [[*one] for one in self.spec.counted.records(0, last)]
 
     def _mark(self, stream: StreamReader, step: int) -> dict[str, JSON]:
         """Where the stream is read from after a resume: all that is not done lies behind it."""

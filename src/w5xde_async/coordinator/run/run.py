@@ -288,7 +288,7 @@ class Run:
         context = RunContext(
             layout=spec.layout, state=spec.state, sampler=spec.sampler, loader=loader, config=config, checks=config,
             bus=environment.bus, clock=environment.runtime.clock, total_steps=spec.total_steps, history=history,
-            numerics=spec.numerics,
+            numerics=spec.numerics, counted=spec.counted,
             hooks=Hooks(
                 on_commit=self._committed, awaited=self.evaluation.awaited, on_quarantine=self._hooks.on_quarantine,
                 on_skip=self._skipped,

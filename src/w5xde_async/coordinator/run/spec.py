@@ -13,6 +13,7 @@ from w5xde_async.compute.program.form import Document
 from w5xde_async.coordinator.durability.evaluation import Evaluator
 from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
 from w5xde_async.data.stream import StreamReader
+from w5xde_async.hub.work.verdicts import Counted
 from w5xde_async.job import Job
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
@@ -75,6 +76,7 @@ class RunSpec:
     files: RunFiles | None = None  # None: nothing is kept
     overrides: tuple[tuple[int, str], ...] = ()  # what was changed of optimizer and scheduler, after which step
     numerics: RunNumerics = field(default_factory=RunNumerics)  # also of what came before a resume
+    counted: Counted = field(default_factory=Counted)  # the same
     stream: StreamReader | None = None  # where the dataset is one
     bad: BadSamples = field(default_factory=BadSamples)  # the same
     begins_finite: bool = True  # what is trained, where this start takes it up

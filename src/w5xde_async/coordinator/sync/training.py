@@ -76,7 +76,7 @@ class StepJournal(Protocol):
 
     def append(
         self, version: int, step: StepState, event: StepCommitted, samples_applied: int,
-        news: Mapping[str, Sequence[int | str]],
+        news: Mapping[str, Sequence[int | str | list[int]]],
     ) -> None:  # fmt: skip
         """A step is applied. ``step.root`` belongs to the journal from now on. ``news``: what its record has beside."""
 
@@ -602,8 +602,9 @@ class SyncTraining:
                 phases_s=phases_s,
             )
             if self.journal is not None:  # it publishes the event when the step is durable
-                news: dict[str, Sequence[int | str]] = {
+                news: dict[str, Sequence[int | str | list[int]]] = {
                     "bad_samples": self.context.loader.bad.unrecorded(), **self.context.numerics.unrecorded(),
+                    "counted": self.context.counted.records(self.version, self.version),
                 }  # fmt: skip
                 self.journal.append(self.version, step, event, self.phase.samples_applied, news)
             else:

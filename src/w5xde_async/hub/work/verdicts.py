@@ -8,7 +8,8 @@ it names them. A worker whose codec leaves something out then commits or takes b
 Verdicts outlive links. What was said, or would have been, while a worker's link was ending is said again when the
 worker is back and names the lease in READY (``returned``). A verdict is forgotten once the worker has shown that it had
 it: links keep their order, so it has read all that was sent before the version that it answers for. STALE is not kept:
-it is what a worker hears of every lease that is not known.
+it is what a worker hears of every lease that is not known. What counts is kept beside each step and checkpoint
+(``Counted``): the next coordinator says it, where this one is killed before its worker has read it.
 
 Pure bookkeeping: sends through ``post``, knows no tensors.
 """
@@ -22,6 +23,39 @@ from typing import NamedTuple
 from w5xde_async.wire.messages import Verdict, VerdictCode
 
 _MOST_GONE = 512  # workers that have left and whose verdicts are kept for their return
+_MOST_COUNTED = 4096  # leases, of workers that never came back
+
+
+class Counted:
+    """Leases of one run that count, whole or in part, and whose workers may not know it yet. No lease of another term
+    has the same number."""
+
+    def __init__(self) -> None:
+        self._leases: dict[int, tuple[int, tuple[int, ...]]] = {}  # since which version, and which buckets; (): all
+
+    def note(self, lease: int, buckets: tuple[int, ...], version: int) -> None:
+        """It counts in ``version``."""
+        self._leases[lease] = version, buckets
+        if len(self._leases) > _MOST_COUNTED:
+            del self._leases[next(iter(self._leases))]
+
+    def known(self, lease: int) -> None:
+        """Its worker knows."""
+        self._leases.pop(lease, None)
+
+    def buckets_of(self, lease: int) -> tuple[int, ...] | None:
+        """Which count, () for all; None where nothing is known."""
+        return None if (found := self._leases.get(lease)) is None else found[1]
+
+    def records(self, first: int, last: int) -> list[list[int]]:
+        """Those that count since these versions, each with its buckets: for journal and checkpoints."""
+        return [[lease, *b] for lease, (version, b) in self._leases.items() if first <= version <= last]
+
+    def restore(self, records: Iterable[Iterable[int]], version: int) -> None:
+        """What ``records`` has said at ``version``. Raises TypeError, ValueError for what it has not."""
+        for record in records:
+            lease, *buckets = map(int, record)
+            self.note(lease, tuple(buckets), version)
 
 
 @dataclass(slots=True)
@@ -44,10 +78,13 @@ class _Told(NamedTuple):
 class Verdicts:
     """Of one training. ``version`` is the one that was published last."""
 
-    def __init__(self, post: Callable[[str, Verdict], None], *, lasting: bool, version: int) -> None:
+    def __init__(
+        self, post: Callable[[str, Verdict], None], *, lasting: bool, version: int, counted: Counted | None = None
+    ) -> None:
         """``post`` sends to a worker that is here. ``lasting``: keep them for workers that come back, where it matters
-        to them (their codec leaves something out)."""
+        to them (their codec leaves something out). ``counted``: also of coordinators before this one."""
         self._post, self._lasting, self.version = post, lasting, version
+        self._counted = Counted() if counted is None else counted
         self._leases: dict[int, _Lease] = {}
         self._told: dict[str, dict[int, _Told]] = {}  # worker -> lease -> what it may not have read
 
@@ -80,7 +117,9 @@ class Verdicts:
         """A worker has answered for a version: it has read what was sent before that."""
         told = self._told.get(worker)
         while told and next(iter(told.values())).version <= version:
-            del told[next(iter(told))]
+            lease = next(iter(told))
+            del told[lease]
+            self._counted.known(lease)
 
     # -- what becomes of it --------------------------------------------------------------------------------
 
@@ -160,6 +199,8 @@ class Verdicts:
                     told[lease].verdict.buckets,
                 )
                 again[lease] = Verdict((lease,), code, reason, buckets)
+            elif (counts := self._counted.buckets_of(lease)) is not None:
+                again[lease] = Verdict((lease,), VerdictCode.APPLIED, "", counts)
             else:
                 unknown.append(lease)
         for verdict in again.values():
@@ -195,5 +236,7 @@ class Verdicts:
                 told.pop(lease, None)
                 if verdict.code != VerdictCode.STALE:  # what a lease of which nothing is known is told, too: a worker
                     told[lease] = _Told(verdict, version)  # may say of any number that it is done with that lease
+                if verdict.code == VerdictCode.APPLIED:
+                    self._counted.note(lease, verdict.buckets, version)
             if len(self._told) > _MOST_GONE:
                 del self._told[next(iter(self._told))]
