@@ -76,7 +76,7 @@ def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any
                     job, size, settings.job or "", config, workers=workers, threads=threads, seconds=settings.seconds
                 ))  # fmt: skip
             except LeafFailed as error:  # batch norm refuses single samples; larger ones may do
-                if size == job.microbatch_samples:
+                if size == _own_size(job):
                     raise
                 sys.stderr.write(f"microbatch_size={size} cannot be computed: {str(error).splitlines()[0]}\n")
                 refused.append(size)
@@ -115,14 +115,26 @@ def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any
 def sizes(job: Job, workers: int) -> list[int]:
     """Sizes to try, the largest first: a whole step, those that give every worker one leaf of it, two, four and eight,
     and the job's own. Raises UsageError where a step has no leaf for each worker."""
-    each = job.batch_size // job.accumulate_grad_batches
+    each = _step_samples(job) // job.accumulate_grad_batches
     need(
         each >= workers,
-        f"a batch of {job.batch_size} samples has no leaf for each of {workers} workers; give --workers, or a larger "
-        "batch_size",
+        f"a step of {_step_samples(job)} samples has no leaf for each of {workers} workers; give --workers, or a "
+        "larger batch_size",
     )
     tried = {-(-each // (workers * leaves)) for leaves in _LEAVES}
-    return sorted({each, *tried, job.microbatch_samples}, reverse=True)
+    return sorted({each, *tried, _own_size(job)}, reverse=True)
+
+
+def _step_samples(job: Job) -> int:
+    """Of the largest step: a dataset may have fewer than a batch."""
+    with suppress(TypeError, NotImplementedError):  # a stream has no length
+        return min(job.batch_size, len(job.dataset))
+    return job.batch_size
+
+
+def _own_size(job: Job) -> int:
+    """The job's microbatch size; what is larger than a step makes the same one leaf of it."""
+    return min(job.microbatch_samples, _step_samples(job))
 
 
 async def measured(
@@ -192,7 +204,7 @@ async def measured(
         coordinator.request_stop("measured")
         with suppress(asyncio.CancelledError):
             await ended
-    leaves = -(-job.batch_size // (size * job.accumulate_grad_batches))
+    leaves = -(-_step_samples(job) // (size * job.accumulate_grad_batches))
     return Row(microbatch=size, leaves=leaves, alone=one, together=together, worker_bytes=used)
 
 
@@ -245,7 +257,7 @@ def report(job: Job, rows: Sequence[Row], plain: float | None, *, workers: int, 
     where a plain loop could not be measured."""
     from w5xde_async.telemetry import wording
 
-    own = job.microbatch_samples
+    own = _own_size(job)
     lines = [
         f"{'microbatch_size':>15}  {'leaves':>6}  {'1 worker':>10}  {f'{workers} workers':>10}  {'scaling':>7}  memory"
     ]

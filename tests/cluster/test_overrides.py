@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import save_file
 from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, settings
+from torch.optim import lr_scheduler
 
+from w5xde_async.coordinator.run.overrides import override
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import UpdateFailed, UsageError
@@ -120,6 +122,31 @@ async def test_a_schedule_that_is_over_is_made_longer(tmp_path: Path) -> None:
     result, said = await run(job(cycle), tmp_path / "run", override="scheduler.total_steps=7")
     assert (result.outcome, result.step) == ("finished", 6)
     assert "from step 4 on scheduler.total_steps is 7, was 3" in said
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 0.5, step_size_up=3, cycle_momentum=False),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=12, cycle_momentum=False),
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 8),
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 3),
+    ],
+)
+def test_all_rates_of_a_schedule_change_in_proportion(schedule: Scheduler) -> None:
+    def rates(factor: float) -> list[float]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        scheduler, found = schedule(optimizer), []
+        for step in range(10):
+            if step == 4:
+                override(f"optimizer.lr={optimizer.param_groups[0]['initial_lr'] * factor!r}", optimizer, scheduler)
+            optimizer.step()
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    plain = rates(1.0)
+    assert rates(3.0) == pytest.approx(plain[:4] + [3.0 * rate for rate in plain[4:]])
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,14 @@ def test_a_step_is_whole_or_each_worker_has_one_to_eight_leaves_and_the_jobs_own
     assert sizes(job, 3) == [64, 22, 11, 8, 6, 3]
     assert sizes(replace(job, microbatch_size=5), 2) == [64, 32, 16, 8, 5, 4]
     assert sizes(replace(job, accumulate_grad_batches=4, microbatch_size=4), 4) == [16, 4, 2, 1]
-    with pytest.raises(UsageError, match="a batch of 64 samples has no leaf for each of 65 workers"):
+    with pytest.raises(UsageError, match="a step of 64 samples has no leaf for each of 65 workers"):
         sizes(job, 65)
+
+
+def test_a_dataset_of_fewer_samples_than_a_batch_has_smaller_steps() -> None:
+    job = replace(jobs.mlp_sgd(), dataset=TensorDataset(*(part[:20] for part in jobs.digits())), batch_size=64)
+    assert sizes(replace(job, microbatch_size=None), 2) == [20, 10, 5, 3, 2]
+    assert sizes(replace(job, microbatch_size=64), 2) == [20, 10, 5, 3, 2]  # the same one leaf
 
 
 def test_the_fastest_is_named_with_what_it_gains() -> None:

@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str], prog: str) -> tuple[argparse.Namespace, Plan
     return told, plan
 
 
-def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.launch.program") -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.launch") -> int:
     """Start it, or write it; the result is the exit code."""
     try:
         told, plan = parse(sys.argv[1:] if arguments is None else arguments, prog)

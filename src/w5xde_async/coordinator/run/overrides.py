@@ -48,7 +48,9 @@ def _set_group(optimizer: torch.optim.Optimizer, scheduler: Any, key: str, value
             if name in group:
                 _put(group, name, float(group[name]) * (value / before) if scaled else value)
     for part in parts_of(scheduler) if scaled else ():
-        part.base_lrs = [rate * (value / before) for rate in getattr(part, "base_lrs", [])]
+        for name in ("base_lrs", "max_lrs"):  # CyclicLR has its upper rates beside the optimizer's
+            if hasattr(part, name):
+                setattr(part, name, [rate * (value / before) for rate in getattr(part, name)])
     return was
 
 
