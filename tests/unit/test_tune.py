@@ -39,7 +39,7 @@ def test_a_step_is_whole_or_each_worker_has_one_to_eight_leaves_and_the_jobs_own
 
 def test_a_dataset_of_fewer_samples_than_a_batch_has_smaller_steps() -> None:
     job = replace(jobs.mlp_sgd(), dataset=TensorDataset(*(part[:20] for part in jobs.digits())), batch_size=64)
-    assert sizes(replace(job, microbatch_size=None), 2) == [20, 10, 5, 3, 2]
+    assert sizes(replace(job, microbatch_size=None), 2) == [20, 10, 8, 5, 3, 2]
     assert sizes(replace(job, microbatch_size=64), 2) == [20, 10, 5, 3, 2]  # the same one leaf
 
 
