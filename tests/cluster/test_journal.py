@@ -215,6 +215,9 @@ async def test_after_a_kill_it_is_known_which_results_had_counted(tmp_path: Path
     last = [[lease] for lease, version in noted if version == found.resume.step]
     assert bool(last) == (codec == "int4")
     assert found.spec.counted.records(0, found.resume.step)[len(last) * -1 :] == last
+    found.spec.counted.note(7, (), found.resume.step + 1)  # promised, and of no step that is done
+    kept = resume.KeptState(found.spec, found.strategy).record(found.resume.step, found.resume.samples)
+    assert kept.meta.get("counted", [])[len(last) * -1 :] == last
     assert (await go_on(make, left, **config))[0].outcome == "finished"
 
 
