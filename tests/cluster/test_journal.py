@@ -323,15 +323,7 @@ async def test_a_damaged_journal_is_refused_and_checkpoint_durability_sets_it_as
 @pytest.mark.parametrize("name", ["mlp_adamw", "cnn_adamw", "fp16", "noisy", "odd"])
 async def test_whatever_was_replayed_of_a_damaged_journal_leaves_no_trace(name: str, tmp_path: Path) -> None:
     make, left = jobs.ALL[name], tmp_path / "left"
-    await crash(make, tmp_path / "run", at=16, left=left, saves=1, checkpoint_every=9, keep_checkpoints=500)
-    for checkpoint in (left / "checkpoints").glob("step-*"):
-        if checkpoint.name > "step-000000009":
-            shutil.rmtree(checkpoint)
-    segment = sorted((left / "journal").glob("segment-*"))[1]  # of the steps after the 9th
-    content = bytearray(segment.read_bytes())
-    batches = [found.start() for found in re.finditer(b"W5XJ", content)]
-    content[batches[1] + 60] ^= 1  # known to have been durable by the last, which is more than ``MOST_AHEAD`` later
-    segment.write_bytes(content)
+    await damaged_after_9(make, tmp_path / "run", left)
     applied: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -341,6 +333,40 @@ async def test_whatever_was_replayed_of_a_damaged_journal_leaves_no_trace(name: 
     assert applied  # before the damage was found
     assert result.digest == expected(name, result.step)
     assert "journal is damaged and was set aside in" in texts(events)
+
+
+async def damaged_after_9(make: Callable[[], Job], run: Path, left: Path, **config: Any) -> None:
+    """``crash``, and a journal that can be replayed for some steps only after the checkpoint of step 9."""
+    await crash(make, run, at=16, left=left, saves=1, checkpoint_every=9, keep_checkpoints=500, **config)
+    for checkpoint in (left / "checkpoints").glob("step-*"):
+        if checkpoint.name > "step-000000009":
+            shutil.rmtree(checkpoint)
+    segment = sorted((left / "journal").glob("segment-*"))[1]  # of the steps after the 9th
+    content = bytearray(segment.read_bytes())
+    batches = [found.start() for found in re.finditer(b"W5XJ", content)]
+    content[batches[1] + 60] ^= 1  # known to have been durable by the last, which is more than ``MOST_AHEAD`` later
+    segment.write_bytes(content)
+
+
+async def test_nor_do_results_count_that_were_replayed_of_it(tmp_path: Path) -> None:
+    update = UpdateConfig(codec="int4")
+    await damaged_after_9(jobs.mlp_sgd, tmp_path / "run", tmp_path / "left", update=update)
+    with pytest.MonkeyPatch.context() as patch:
+        restored: list[int] = []
+        restore = Counted.restore
+
+        def see(self: Counted, records: Any, version: int) -> None:
+            restored.append(version)
+            restore(self, records, version)
+
+        patch.setattr(Counted, "restore", see)
+        found = await asyncio.to_thread(
+            prepared, jobs.mlp_sgd, tmp_path / "left", durability="checkpoint", update=update
+        )
+    assert found.resume.step == 9
+    assert max(restored) > 9
+    assert found.spec.counted.records(10, 99) == []
+    assert found.spec.counted.records(0, 9)
 
 
 @pytest.mark.parametrize("missing", ["journal", "last segment"])

@@ -336,6 +336,7 @@ def _restore(
     if before != now:
         notes.append(f"updates were made on {before} so far and are made on {now} now: the run's last bits may differ")
     counted: Any = record.meta.get("counted", [])
+    spec.counted.clear()  # what a journal has said, which is set aside, is undone
     spec.counted.restore(counted, 0)
     bad: Any = record.meta.get("bad_samples", [])
     spec.bad.restore(map(int, bad))

@@ -51,6 +51,10 @@ class Counted:
         """Those that count since these versions, each with its buckets: for journal and checkpoints."""
         return [[lease, *b] for lease, (version, b) in self._leases.items() if first <= version <= last]
 
+    def clear(self) -> None:
+        """Nothing is known."""
+        self._leases.clear()
+
     def restore(self, records: Iterable[Iterable[int]], version: int) -> None:
         """What ``records`` has said at ``version``. Raises TypeError, ValueError for what it has not."""
         for record in records:
