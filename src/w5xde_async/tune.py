@@ -127,9 +127,7 @@ def sizes(job: Job, workers: int) -> list[int]:
 
 def _step_samples(job: Job) -> int:
     """Of the largest step: a dataset may have fewer than a batch."""
-    with suppress(TypeError, NotImplementedError):  # a stream has no length
-        return min(job.batch_size, len(job.dataset))
-    return job.batch_size
+    return min(job.batch_size, job.num_samples or job.batch_size)
 
 
 def _own_size(job: Job) -> int:
