@@ -39,7 +39,7 @@ from w5xde_async.errors import Unreachable
 from w5xde_async.job import Job
 from w5xde_async.openmp import spare_this_thread, spin_briefly
 from w5xde_async.plan.pacing import PacingConfig
-from w5xde_async.process import use_batch_scheduling
+from w5xde_async.process import use_batch_scheduling, use_short_slices
 from w5xde_async.telemetry.events import Bus, Event, RunFinished, StepCommitted
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Worker
@@ -323,7 +323,7 @@ def coordinate(
     With ``windows`` it is stopped after so many of ``window_s`` each; without, all steps after the warm ones are one
     window. ``observe`` listens to every step (which costs time itself) and sums the project's own timers;
     ``time_stalls`` keeps a timer of 2 ms on the loop, which costs as much as a small step's messages. ``spares_loop``:
-    the loop has one thread, and larger updates all cores, as in the program.
+    the loop has one thread and short slices, and larger updates all cores, as in the program.
     """
     given = dict(config or {})
     if "join_file" in given:
@@ -335,6 +335,7 @@ def coordinate(
     torch.set_num_threads(threads)
     if spares_loop:
         spare_this_thread(os.cpu_count() or 1)
+        use_short_slices()
     made = make_job(job, **options)
     seen = _Seen(observe)
 

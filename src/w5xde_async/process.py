@@ -163,25 +163,42 @@ def use_batch_scheduling() -> None:
         with suppress(OSError):  # somebody has forbidden it
             if os.sched_getscheduler(0) == os.SCHED_OTHER:  # else it was started with what its owner wants
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-                _ask_for_slice(_SLICE_NS)
+                _ask_for_slice(_LONG_SLICE_NS, os.SCHED_BATCH, 0)
 
 
-def _ask_for_slice(nanoseconds: int) -> None:
-    """Have this thread, and those that it starts, keep a core for so long where others want it too (sched_setattr(2):
-    from Linux 6.12 on, where it is 1 to 3 ms by default; older kernels heed nothing of it).
+def use_short_slices() -> None:
+    """On Linux, this thread, an event loop's, has a core soon after it wakes, also where others compute on all of them.
+    It has the same part of the cores; the threads and processes that it starts are scheduled as ever.
 
-    Who comes back to a core finds its caches full of others' work. A thread that asks for less still gets a core at
-    once when it wakes (the kernel's scheduler/sched-eevdf).
+    Else those keep their cores until their slices are over: a coordinator heard of a result 3 ms after it had come.
+    """
+    if (
+        hasattr(os, "sched_getscheduler")
+        and os.sched_getscheduler(0) == os.SCHED_OTHER
+        and os.getpriority(os.PRIO_PROCESS, 0) >= 0  # else what it starts would lose the precedence it was given
+    ):
+        _ask_for_slice(_SHORT_SLICE_NS, os.SCHED_OTHER, _RESET_ON_FORK)
+
+
+def _ask_for_slice(nanoseconds: int, policy: int, flags: int) -> None:
+    """Have this thread keep a core for so long where others want it too (sched_setattr(2): from Linux 6.12 on, where
+    it is 1 to 3 ms by default; older kernels heed nothing of it).
+
+    Who comes back to a core finds its caches full of others' work. A thread that asks for less than the one that
+    computes gets its core at once when it wakes, if it has not had more than its part (the kernel's
+    scheduler/sched-eevdf).
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if number is not None:
         nice = os.getpriority(os.PRIO_PROCESS, 0)  # it is set, too
-        asked = _SCHED_ATTR.pack(_SCHED_ATTR.size, os.SCHED_BATCH, 0, nice, 0, nanoseconds, 0, 0)
+        asked = _SCHED_ATTR.pack(_SCHED_ATTR.size, policy, flags, nice, 0, nanoseconds, 0, 0)
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).syscall(number, 0, asked, 0)
 
 
-_SLICE_NS = 20_000_000
+_LONG_SLICE_NS = 20_000_000
+_SHORT_SLICE_NS = 100_000  # the least that there is
+_RESET_ON_FORK = 1  # of its flags
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}  # no libc before glibc 2.41 has a name for it
 _SCHED_ATTR = struct.Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority, runtime, deadline, period
 

@@ -22,9 +22,11 @@ from tests.support import forking
 from w5xde_async.cluster.worker_processes import PRESTARTED
 from w5xde_async.errors import ExitCode, UsageError
 from w5xde_async.process import (
+    _LONG_SLICE_NS,
+    _RESET_ON_FORK,
     _SCHED_ATTR,
     _SCHED_SETATTR,
-    _SLICE_NS,
+    _SHORT_SLICE_NS,
     _allow_descriptors,
     _Early,
     _Echoes,
@@ -34,6 +36,7 @@ from w5xde_async.process import (
     launch,
     signals,
     use_batch_scheduling,
+    use_short_slices,
 )
 from w5xde_async.settings import WorkerSettings
 from w5xde_async.telemetry.dashboard.connections import at_most
@@ -292,28 +295,86 @@ def test_batch_scheduling_is_inherited_and_takes_no_other_policys_place() -> Non
     assert _policy_in_a_thread(os.SCHED_IDLE) == (os.SCHED_IDLE, os.SCHED_IDLE)
 
 
+_HEEDED = tuple(map(int, platform.release().split("-")[0].split(".")[:2])) >= (6, 12)
+
+
+def _attributes() -> tuple[int, ...]:
+    """What sched_getattr(2) says of this thread: policy, flags, nice, priority, runtime, deadline, period."""
+    had = ctypes.create_string_buffer(_SCHED_ATTR.size)
+    number = _SCHED_SETATTR[platform.machine()] + 1
+    assert ctypes.CDLL(None).syscall(number, 0, had, _SCHED_ATTR.size, 0) == 0
+    return tuple(_SCHED_ATTR.unpack(had.raw)[1:])
+
+
+def _in_a_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.skipif(platform.machine() not in _SCHED_SETATTR, reason="sched_setattr(2) of this machine is not known")
 @pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="Linux alone has scheduling policies")
-def test_long_slices_are_asked_for_and_change_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+def test_long_slices_are_asked_for_and_change_nothing_else() -> None:
+    found: list[tuple[int, ...]] = []
 
     def ask() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, 3)
         use_batch_scheduling()
-        had = ctypes.create_string_buffer(_SCHED_ATTR.size)
-        number = _SCHED_SETATTR[platform.machine()] + 1  # sched_getattr
-        assert ctypes.CDLL(None).syscall(number, 0, had, _SCHED_ATTR.size, 0) == 0
-        found.append(_SCHED_ATTR.unpack(had.raw))
+        found.append(_attributes())
 
-    if platform.machine() in _SCHED_SETATTR:
-        asking = threading.Thread(target=ask)
-        asking.start()
-        asking.join()
-        ((_, policy, flags, nice, priority, runtime, deadline, period),) = found
-        assert (policy, flags, nice, priority, deadline, period) == (os.SCHED_BATCH, 0, 3, 0, 0, 0)
-        heeded = tuple(map(int, platform.release().split("-")[0].split(".")[:2])) >= (6, 12)
-        assert runtime == _SLICE_NS or not heeded
-    monkeypatch.setattr(platform, "machine", lambda: "another")
-    assert _policy_in_a_thread(os.SCHED_OTHER) == (os.SCHED_BATCH, os.SCHED_BATCH)
+    _in_a_thread(ask)
+    ((policy, flags, nice, priority, runtime, deadline, period),) = found
+    assert (policy, flags, nice, priority, deadline, period) == (os.SCHED_BATCH, 0, 3, 0, 0, 0)
+    assert runtime == _LONG_SLICE_NS or not _HEEDED
+
+
+@pytest.mark.skipif(platform.machine() not in _SCHED_SETATTR, reason="sched_setattr(2) of this machine is not known")
+@pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="Linux alone has scheduling policies")
+def test_a_loop_has_short_slices_and_nothing_that_it_starts_has() -> None:
+    """Else what computes in its threads, and in local workers, would be interrupted thirty times as often."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def ask() -> None:
+        os.setpriority(os.PRIO_PROCESS, 0, 3)
+        _in_a_thread(lambda: found.update(before=_attributes()))
+        use_short_slices()
+        found["loop"] = _attributes()
+        _in_a_thread(lambda: found.update(after=_attributes()))
+        _in_a_thread(lambda: (use_batch_scheduling(), found.update(worker=_attributes())))
+
+    _in_a_thread(ask)
+    policy, flags, nice, priority, runtime, deadline, period = found["loop"]
+    assert (policy, flags, nice, priority, deadline, period) == (os.SCHED_OTHER, _RESET_ON_FORK, 3, 0, 0, 0)
+    assert runtime == _SHORT_SLICE_NS or not _HEEDED
+    assert found["after"] == found["before"]
+    assert found["worker"][0] == os.SCHED_BATCH
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="Linux alone has scheduling policies")
+@pytest.mark.parametrize(("policy", "nice"), [("SCHED_BATCH", 0), ("SCHED_IDLE", 0), ("SCHED_OTHER", -3)])
+def test_how_an_owner_has_a_loop_scheduled_stands(policy: str, nice: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr("w5xde_async.process._ask_for_slice", lambda *told: asked.append(told))
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _: getattr(os, policy))
+    monkeypatch.setattr(os, "getpriority", lambda *_: nice)
+    use_short_slices()
+    assert not asked
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)
+    monkeypatch.setattr(os, "getpriority", lambda *_: 0)
+    use_short_slices()
+    assert asked
+
+
+@pytest.mark.parametrize("use", [use_batch_scheduling, use_short_slices])
+def test_machines_and_systems_that_have_no_slices_go_on(
+    use: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(platform, "machine", lambda: "another")
+        _in_a_thread(use)
+    for name in ("sched_setscheduler", "sched_getscheduler", "SCHED_BATCH", "SCHED_OTHER"):
+        monkeypatch.delattr(os, name, raising=False)
+    use()
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="Linux alone has scheduling policies")

@@ -28,6 +28,7 @@ from w5xde_async.process import (
     memory_reports,
     signals,
     stop_came_early,
+    use_short_slices,
 )
 
 if TYPE_CHECKING:
@@ -215,6 +216,7 @@ def _loaded(settings: CoordinatorSettings, reference: str) -> Job:
     if stop_came_early():
         raise KeyboardInterrupt
     spare_this_thread(torch.get_num_threads())
+    use_short_slices()
     return job
 
 
