@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.generated.runner import Report, run
-from tests.generated.scenario import JUDGED, LEAVING, RULES, Fault, Scenario, drawn, known, storm
+from tests.generated.scenario import JUDGED, LEAVING, RULES, Fault, Scenario, drawn, known, lossy, storm
 from tests.support.streams import KINDS
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -56,6 +56,11 @@ FOUND = {
     "one that was to leave kept a lease of the next step, when nobody was left to finish the one before": Scenario(
         samples=640, batch=8, microbatch=1, columns=4, max_steps=40, workers=3, ahead=2, leaf_s=0.05,
         faults=(Fault(LEAVING, 0.4),), seed=4,
+    ),
+    "a coordinator did not know what the one before had counted, and what was left out of that was lost": Scenario(
+        samples=128, batch=8, accumulate=2, drop_last=True, epochs=2, codec="topk:0.02", downlink="fp16", kept=True,
+        keeps_residuals=True, leaf_s=0.05, line_s=0.1, seed=47, faults=(Fault("link closed", 0.8),
+        Fault("worker reads nothing", 2.4), Fault("coordinator stopped in good order", 3.6)),
     ),
     "a step of 8 leaves had the time of the one leaf that an epoch ends with": Scenario(
         samples=129, batch=128, microbatch=16, epochs=2, rule="local", inner_steps=5, workers=3, ahead=3, leaf_s=0.5,
@@ -111,6 +116,13 @@ def test_regions_that_are_rarely_drawn(reached: str) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_every_rule_in_a_storm_of_faults(seed: int) -> None:
     fine(run(storm(seed)))
+
+
+def test_what_codecs_leave_out_is_not_lost() -> None:
+    reports = [run(lossy(seed)) for seed in range(8)]
+    for report in reports:
+        fine(report)
+    assert sum(report.hits.get("conserved", 0) for report in reports) >= 6  # else there was nothing to compare
 
 
 @pytest.mark.parametrize("rule", RULES)

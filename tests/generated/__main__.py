@@ -15,12 +15,13 @@ from collections.abc import Iterator
 
 import torch
 from tests.generated.runner import Report, run
-from tests.generated.scenario import Fault, Scenario, drawn, known, smaller, storm
+from tests.generated.scenario import Fault, Scenario, drawn, known, lossy, smaller, storm
 
 _BLOCK = 25  # scenarios that a process runs before it says what came of them
 
 
-_Block = tuple[range, bool, bool]  # seeds; also what meets a known fault; storms
+_Block = tuple[range, bool, str]  # seeds; also what meets a known fault; how they are drawn
+_DRAWS = {"": drawn, "storm": storm, "lossy": lossy}
 
 
 def made_small(report: Report, *, most_s: float = 60.0) -> Report:
@@ -43,11 +44,11 @@ def made_small(report: Report, *, most_s: float = 60.0) -> Report:
 
 
 def _block(task: _Block) -> list[Report]:
-    seeds, open_too, storms = task
+    seeds, open_too, draw = task
     torch.set_num_threads(1)
     reports = []
     for seed in seeds:
-        scenario = storm(seed) if storms else drawn(seed)
+        scenario = _DRAWS[draw](seed)
         if known(scenario) and not open_too:
             continue
         report = run(scenario)
@@ -77,12 +78,12 @@ def _show(report: Report) -> None:
     _say(f"    {report.scenario!r}\n")
 
 
-def campaign(seeds: str, jobs: int, *, open_too: bool = False, storms: bool = False, as_drawn: bool = False) -> int:
+def campaign(seeds: str, jobs: int, *, open_too: bool = False, draw: str = "", as_drawn: bool = False) -> int:
     """Run them and say what failed; the exit code."""
     began = time.perf_counter()
     first, _, last = seeds.partition(":")
     ends = range(int(first), int(last), _BLOCK)
-    blocks = [(range(begin, min(begin + _BLOCK, int(last))), open_too, storms) for begin in ends]
+    blocks = [(range(begin, min(begin + _BLOCK, int(last))), open_too, draw) for begin in ends]
     signatures: Counter[tuple[str, ...]] = Counter()
     hits: Counter[str] = Counter()
     rules: Counter[str] = Counter()
@@ -114,6 +115,7 @@ def main() -> int:
     parser.add_argument("--code", default="", help="run this one: Scenario(...)")
     parser.add_argument("--as-drawn", action="store_true", help="do not make failures small")
     parser.add_argument("--open", action="store_true", help="also what meets a fault that is known (scenario.OPEN)")
+    parser.add_argument("--of", choices=_DRAWS, default="", help="runs of one kind, in place of any")
     parser.add_argument("-v", "--verbose", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -124,7 +126,7 @@ def main() -> int:
         _say(report.refused or f"{len(report.violations)} violations in {report.virtual_s:.0f} s of virtual time")
         _show(report)
         return 1 if report.violations else 0
-    return campaign(asked.seeds, asked.jobs, open_too=asked.open, as_drawn=asked.as_drawn)
+    return campaign(asked.seeds, asked.jobs, open_too=asked.open, draw=asked.of, as_drawn=asked.as_drawn)
 
 
 if __name__ == "__main__":

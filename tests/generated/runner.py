@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.generated.jobs import Model, expected_applications, job_of, sampler_of
 from tests.generated.scenario import EXACT, KEPT, LEAVING, Fault, Scenario
 from tests.simulator import faults
@@ -34,6 +35,7 @@ from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import JobError, LeafFailed, Refused, StoreError, UsageError
 from w5xde_async.job import Job
 from w5xde_async.params.flat import named_digest
+from w5xde_async.params.layout import Layout
 from w5xde_async.runtime import Runtime
 from w5xde_async.store.rundir import Superseded
 from w5xde_async.telemetry.events import Bus, Event, RunFinished, RunStarted, Warned, WorkerLeft
@@ -43,6 +45,7 @@ from w5xde_async.updates.outer import Contribution, OuterRule
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.executors.island import Rank
 from w5xde_async.worker.service import Departure, RunFailed, Worker
+from w5xde_async.worker.uplink.uplink import Uplink
 
 __all__ = ["Report", "run"]
 
@@ -51,7 +54,7 @@ _TOLERANCE = {"bf16": 0.02, "fp16": 0.01, "int8": 0.1, "lz4:int8": 0.1, "int4": 
 _MOST_DEATHS = 8
 #: A worker that is here and from which nothing comes.
 _SILENT = ("worker hangs in its step", "worker stopped (SIGSTOP)", "partition", "worker reads nothing")
-_OFFER = OuterRule.offer
+_OFFER, _CLOSE = OuterRule.offer, Uplink.close
 _SHARED = 6.0  # times as slow a line is meanwhile
 _HARD_S = 700.0  # and so much later it is not waited for any more
 
@@ -121,6 +124,9 @@ class _Run(Cluster):
         self.warnings: list[str] = []
         self.left_out = self.given_up = False
         self.accepted: torch.Tensor | None = None  # the sum of all accepted Deltas
+        self.residuals = torch.zeros(scenario.samples, dtype=torch.float64)  # of those that have left for good
+        self.residual_files: set[str] = set()  # which are in that
+        self.unsettled = False  # somebody died, or does not know what became of what he had sent
         codec_exact = scenario.codec in EXACT
         update = UpdateConfig(
             rule=scenario.rule, codec=scenario.codec, downlink=scenario.downlink, inner_steps=scenario.inner_steps,
@@ -165,6 +171,35 @@ class _Run(Cluster):
             self.accepted = part.neg() if self.accepted is None else self.accepted - part
         return outcome
 
+    def leaves(self, uplink: Uplink, finished: bool) -> None:
+        """A worker closes its uplink: what has been left out until then is in its encoder, or in files for others."""
+        directory = self._residual_directory()
+        if finished and directory is not None:
+            for path in sorted(directory.glob("residual-*.safetensors")):
+                if path.name not in self.residual_files:
+                    self.residual_files.add(path.name)
+                    self._left_out(load_file(path))
+        encoder = uplink.encoder
+        if encoder is None or encoder.feedback is None:
+            return
+        self.unsettled |= bool(encoder.awaited)
+        encoder.cut()
+        if finished or directory is None:
+            self._left_out(encoder.feedback.state_dict())
+
+    def _left_out(self, state: dict[str, torch.Tensor]) -> None:
+        layout = Layout.of(Model(self.scenario), bucket_bytes=self.config.bucket_bytes)
+        (at,) = [entry for entry in layout.entries if entry.name == "applied"]
+        whole = torch.zeros(layout.groups[at.group].numel, dtype=torch.float64)
+        for bucket in layout.result_buckets:
+            residual = state.get(f"residual.{bucket.index}")
+            if bucket.group == at.group and residual is not None:
+                whole[bucket.offset : bucket.offset + bucket.numel] = residual.double()
+        self.residuals -= whole[at.offset : at.offset + at.numel] * self.scenario.batch
+
+    def _residual_directory(self) -> Path | None:
+        return self.disk.root / "residuals" if self.scenario.keeps_residuals else None
+
     def _built(self, model: nn.Module) -> None:
         host = HOST.get()
         if host is not None and host.machine == "c" and self.model is None:  # later ones are the referee's
@@ -194,7 +229,8 @@ class _Run(Cluster):
         return Worker(
             "127.0.0.1:5555", job=self.job, runtime=runtime, rank=rank,
             config=WorkerConfig(
-                name=name, device="cpu", token="generated", connect_timeout_s=3000.0, local_data="x" if has_own else ""
+                name=name, device="cpu", token="generated", connect_timeout_s=3000.0,
+                local_data="x" if has_own else "", data_dir=self._residual_directory(),
             ),
         )  # fmt: skip
 
@@ -286,6 +322,8 @@ class _Run(Cluster):
             self.ended_at = self.loop.now
             if not self.refused:
                 await asyncio.sleep(8.0)  # who has heard the last message has left by now
+                workers = [host for host in self.hosts if host.machine.startswith("w")]
+                self.unsettled |= any(not host.ended.done() or host.dead for host in workers)
                 await self._take_up_again()
         finally:
             await self.stop_supervising()
@@ -378,7 +416,22 @@ class _Run(Cluster):
             if digest != named_digest(wanted):
                 self.violate("bits", _difference(self.model, wanted))
         elif scenario.optimizer in ("sgd", "momentum"):
-            self._count(dict(self.model.named_parameters())["applied"].detach().double())
+            applied = dict(self.model.named_parameters())["applied"].detach().double()
+            self._count(applied)
+            if scenario.rule == "sync" and scenario.codec not in (*EXACT, "sparseloco") and not self.violations:
+                self._conserved(applied)
+
+    def _conserved(self, applied: torch.Tensor) -> None:
+        """What was applied and what workers still have add up to what was computed."""
+        if self.unsettled or self.left_out:
+            return
+        expected = expected_applications(self.scenario)
+        # Steps that a coordinator forgets are computed again, and workers have what was left out of them: a part of
+        # what was to be sent, or where a codec sends more than that of some values, the contrary.
+        undone = float("inf") if any(self.faults[kind] for kind in KEPT) or self.scenario.storm else 1e-3
+        low = expected - (1e-3 if self.scenario.codec.startswith("topk") else undone)
+        self.hit("conserved")
+        self._compare(applied + self.residuals, low, expected + undone, expected)
 
     def _count(self, applied: torch.Tensor) -> None:
         scenario = self.scenario
@@ -475,6 +528,12 @@ def run(scenario: Scenario, *, verbose: bool = False) -> Report:
     random.seed(f"{scenario.seed}/jitter")
     one.loop.limit_s = one.bound_s() + _HARD_S
     patched = pytest.MonkeyPatch()
+
+    async def close(uplink: Uplink, *, finished: bool, kept: bool) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, one.leaves, uplink, finished)
+        await _CLOSE(uplink, finished=finished, kept=kept)
+
+    patched.setattr(Uplink, "close", close)
     if scenario.rule == "streaming":
         patched.setattr(OuterRule, "offer", lambda rule, given: one.heard(rule, given))
     try:

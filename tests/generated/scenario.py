@@ -16,10 +16,12 @@ __all__ = [
     "KEPT",
     "LEAVING",
     "OPEN",
+    "SPARING",
     "Fault",
     "Scenario",
     "drawn",
     "known",
+    "lossy",
     "smaller",
     "storm",
 ]
@@ -48,6 +50,13 @@ FAULTS = (
 #: What does no harm where results are judged.
 JUDGED = "worker computes no numbers"
 LEAVING = "everybody drained"
+#: After which every worker is still there, or has left in good order.
+SPARING = (
+    "worker drained", LEAVING, "late joiner", "link reset", "link closed", "half-close", "cut in mid-frame",
+    "worker ten times slower", "delay spike", "partition", "leaf failed", "worker reads nothing",
+    "worker stopped (SIGSTOP)",
+)  # fmt: skip
+_DELAYING = ("delay spike", "delay spike", "worker reads nothing", "partition", "worker stopped (SIGSTOP)")
 #: Those that need a run directory.
 KEPT = ("coordinator killed", "coordinator stopped in good order", "coordinator without power", "disk full")
 
@@ -94,6 +103,7 @@ class Scenario:
     average: str = "mean"
     durability: str = "checkpoint"
     kept: bool = False
+    keeps_residuals: bool = False  # workers have a directory for what a codec has left out
     checkpoint_every: int = 50
     workers: int = 1
     min_workers: int = 1
@@ -208,6 +218,27 @@ def storm(seed: int) -> Scenario:
         same_name=rng.random() < 0.5, ahead=rng.randint(1, 3), leaf_s=rng.choice([0.1, 0.2, 0.4]), kept=True,
         durability="journal" if rule == "sync" and rng.random() < 0.5 else "checkpoint",
         checkpoint_every=rng.choice([1, 3, 50]), storm=True, seed=seed,
+    )  # fmt: skip
+
+
+def lossy(seed: int) -> Scenario:
+    """A run whose codec leaves much out, and faults that take no worker's residuals with them: none may be lost."""
+    rng = random.Random(f"lossy {seed}")
+    faults = [Fault(rng.choice(SPARING + KEPT), rng.randint(0, 60) / 10) for _ in range(rng.randint(0, 3))]
+    # Before somebody has heard what became of his results, who knows it is gone.
+    at_s = rng.randint(0, 40) / 10
+    faults += [Fault(rng.choice(_DELAYING), at_s), Fault(rng.choice(KEPT), at_s + rng.randint(1, 20) / 10)]
+    workers = rng.randint(1, 3)
+    return Scenario(
+        codec=rng.choice(["topk:0.02", "topk:0.02", "topk:0.04", "sign", "int4", "bf16"]),
+        downlink=rng.choice(DOWNLINKS),
+        samples=rng.choice([64, 100, 128]), batch=rng.choice([8, 16]), microbatch=rng.choice([1, 2, 4]),
+        accumulate=rng.choice([1, 1, 2]), drop_last=rng.random() < 0.5, epochs=rng.randint(1, 2),
+        optimizer=rng.choice(["sgd", "momentum"]), workers=workers, min_workers=rng.choice([1, workers]), kept=True,
+        keeps_residuals=rng.random() < 0.5, durability=rng.choice(["journal", "checkpoint"]),
+        checkpoint_every=rng.choice([1, 3, 50]), same_name=rng.random() < 0.3, gate=rng.random() < 0.3,
+        ahead=rng.randint(1, 3), leaf_s=rng.choice([0.05, 0.1, 0.4]),
+        line_s=rng.choice([0.0, 0.1, 1.0]), faults=tuple(faults), seed=seed,
     )  # fmt: skip
 
 
