@@ -593,8 +593,11 @@ def _import_file(reference: str, path: Path) -> Any:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    inside = f"{path.resolve().parent.name}.{path.stem}:{reference.rpartition(':')[2]}"
-    hints = {"no known parent package": f"in the folder above {folder}, write {inside}"}
+    top = path.resolve().parent
+    while (top.parent / "__init__.py").is_file():
+        top = top.parent
+    inside = ".".join(path.resolve().relative_to(top.parent).with_suffix("").parts)
+    hints = {"no known parent package": f"in {top.parent}, write {inside}:{reference.rpartition(':')[2]}"}
     with _as_job_errors(reference, f"importing {path}", hints=hints):
         try:
             spec.loader.exec_module(module)

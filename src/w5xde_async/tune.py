@@ -62,7 +62,7 @@ def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any
     from w5xde_async.job import build_model, load_job
 
     job = load_job(settings.job)
-    job = with_leaf_size(job, build_model(job, replica=True)).job
+    job = with_leaf_size(job, build_model(job, replica=True), grows=config.target_batch is not None).job
 
     tried = sizes(job, workers)
     rows: list[Row] = []

@@ -971,6 +971,19 @@ def plus_bias() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 4))
 
 
+def half_frozen() -> nn.Module:
+    made = model()
+    made[0].weight.requires_grad_(False)
+    return made
+
+
+def wider() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 9), *plus_bias()[1:])
+
+
+FROZEN = "tensor '0.weight' is a trainable parameter there and a frozen parameter here"
+
+
 def adam(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(module.parameters())
 
@@ -985,6 +998,8 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
         ({"precision": "bf16"}, "precision was 'fp32'"),
         ({"optimizer": adam}, "optimizer was 'SGD'"),
         ({"model": plus_bias}, "tensor '0.bias' there is '1.weight' here"),
+        ({"model": half_frozen}, FROZEN),
+        ({"model": wider}, "tensor '0.weight' has shape"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -998,6 +1013,7 @@ async def test_another_job_is_not_resumed_and_nothing_is_lost(
         await started(tiny(**change), run_dir=run).start()
     assert named in str(caught.value)
     assert "--resume never" in str(caught.value)
+    assert ("--init-from" in str(caught.value)) == (named == FROZEN)  # which takes what has these names and shapes
     assert sorted(path.name for path in run.rglob("*")) == before
     assert (await train(run_dir=run)).digest == expected()
 

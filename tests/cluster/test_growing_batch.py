@@ -95,7 +95,7 @@ async def test_it_grows_alike_whoever_computes() -> None:
     for workers, least_lease_s in ((1, 60.0), (3, 0.0)):
         events: list[Event] = []
         pacing = PacingConfig(target_lease_s=least_lease_s, min_lease_s=least_lease_s)
-        await train(job, workers=workers, events=events, pacing=pacing, max_steps=8, **GROWS)
+        await train(job, workers=workers, events=events, pacing=pacing, max_steps=10, **GROWS)
         grown.append(of(events, BatchGrown))
     assert [event.batch_size for event in grown[0]] == [16, 32]
     assert grown[0] == grown[1]
@@ -151,8 +151,41 @@ def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any], words: str
 
 
 @pytest.mark.parametrize(
-    ("changes", "target", "words"), [({"microbatch_size": 3}, 64, "no multiple of 3"), ({}, 7, "batch_size is 8")]
+    ("changes", "target", "words"),
+    [
+        ({"microbatch_size": 3}, 64, "no multiple of 3"),
+        ({}, 7, "batch_size is 8"),
+        ({"microbatch_size": 8}, 64, "a step of 8 samples is one leaf here: give the job a smaller microbatch_size"),
+        ({"microbatch_size": 2, "accumulate_grad_batches": 4}, 64, "is one leaf here"),
+    ],
 )
 async def test_a_job_that_cannot_grow_so_is_refused(changes: dict[str, Any], target: int, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         await train(lambda: job(**changes), target_batch=target)
+
+
+async def test_a_job_that_leaves_its_leaves_open_has_halves_to_grow_by(tmp_path: Path) -> None:
+    """As small as it is, it would be one leaf; and so it stays, taken up again without the flag before it has grown."""
+
+    def undecided() -> Job:
+        return job(microbatch_size=None)
+
+    events: list[Event] = []
+    await train(undecided, events=events, **GROWS)
+    assert [event.batch_size for event in of(events, BatchGrown)] == [16, 32, 64]
+    (told,) = of(events, RunStarted)
+    assert told.leaves_per_step == 2
+    assert told.leaves_by.endswith("a batch grows by its halves")
+    await train(undecided, run_dir=tmp_path / "run", max_steps=2, target_batch=64)
+    assert (await train(undecided, run_dir=tmp_path / "run", max_steps=4)).step == 4
+
+
+async def test_what_would_grow_after_the_runs_end_is_not_told_of() -> None:
+    """Grown by a step's commit two steps later: a run of as many steps ends before."""
+    events: list[Event] = []
+    await train(job, events=events, **GROWS)
+    first = of(events, BatchGrown)[0]
+    for steps, told in ((first.after_step, 0), (first.after_step + 1, 1)):
+        events = []
+        await train(lambda steps=steps: job(max_steps=steps, epochs=None), events=events, **GROWS)
+        assert len(of(events, BatchGrown)) == told

@@ -153,23 +153,33 @@ async def test_who_could_not_compare_is_not_asked_again():
         assert run.applied() == {float(run.training.version)}
 
 
-async def test_an_odd_block_is_recomputed_here_where_the_other_worker_is_here_but_hangs():
-    class Nobody:
-        asked = 0
+class Nobody:
+    """The coordinator could compute it, and fails to."""
 
-        async def recompute(self, plan: Any, block: Any, splits: int) -> None:
-            self.asked += 1
+    asked = 0
 
+    async def recompute(self, plan: Any, block: Any, splits: int) -> None:
+        self.asked += 1
+
+
+@pytest.mark.parametrize("standing", [Standing.DRAINING, Standing.LATE])
+async def test_an_odd_block_is_recomputed_here_where_the_other_worker_takes_no_work(standing: Standing):
+    """At once where that has not answered for a lease that was taken from it: it may hang, and stay for minutes."""
     recomputation = Nobody()
     async with judged(min_workers=2, recomputation=recomputation) as run:
         a, b = await run.worker("a"), await run.worker("b")
         mine = await a.lease()
-        run.training.roster.membership.members[b.worker_id].standing = Standing.LATE
+        run.training.roster.membership.members[b.worker_id].standing = standing
         await odd(a, mine)
-        await until(lambda: bool(run.training.verification._held))
-        for _ in range(12):
-            assert verdicts(a).get(mine.lease) in (None, VerdictCode.REJECTED)
-            await run.pass_time(1.0)
+        if standing is Standing.DRAINING:
+            await until(lambda: bool(run.training.verification._held))
+            for _ in range(9):
+                await run.pass_time(1.0)
+                await a.beat()
+                await b.beat()
+            assert mine.lease not in verdicts(a)
+            assert recomputation.asked == 0
+            await run.pass_time(2.0)
             await a.beat()
             await b.beat()
         await until(lambda: mine.lease in verdicts(a))
@@ -179,6 +189,18 @@ async def test_an_odd_block_is_recomputed_here_where_the_other_worker_is_here_bu
         await work(a, b, until=lambda: run.training.version >= 1)
         assert run.applied() == {float(run.training.version)}
         assert not any(isinstance(event, WorkerQuarantined) for event in run.events)
+
+
+async def test_an_odd_block_waits_for_one_that_may_hang_where_nobody_else_can_judge():
+    async with judged(min_workers=2) as run:
+        a, b = await run.worker("a"), await run.worker("b")
+        mine = await a.lease()
+        run.training.roster.membership.members[b.worker_id].standing = Standing.LATE
+        await odd(a, mine)
+        await until(lambda: bool(run.training.verification._held))
+        await run.pass_time(5.0)
+        assert run.training.verification._held
+        assert mine.lease not in verdicts(a)
 
 
 async def test_what_a_worker_had_sent_of_a_lease_that_failed_does_not_count():

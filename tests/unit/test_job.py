@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -376,10 +377,21 @@ def test_a_file_that_imports_from_its_package_is_to_be_written_as_a_module(folde
     (folder / "w5package" / "inner.py").write_text(FILE)
     (folder / "w5package" / "outer.py").write_text("from .inner import job\n")
     with pytest.raises(
-        JobError, match=r"relative import .*in the folder above .*w5package, write w5package\.outer:job"
+        JobError, match=rf"relative import .*; in {re.escape(str(folder.resolve()))}, write w5package\.outer:job$"
     ):
         load_job(f"{folder}/w5package/outer.py:job")
     assert load_job("w5package.outer:job").batch_size
+
+
+def test_so_is_one_in_a_package_of_a_package(folder: Path) -> None:
+    (folder / "w5whole" / "part").mkdir(parents=True)
+    for package in ("w5whole", "w5whole/part"):
+        (folder / package / "__init__.py").touch()
+    (folder / "w5whole" / "inner.py").write_text(FILE)
+    (folder / "w5whole" / "part" / "outer.py").write_text("from ..inner import job\n")
+    with pytest.raises(JobError, match=rf"; in {re.escape(str(folder.resolve()))}, write w5whole\.part\.outer:job$"):
+        load_job(f"{folder}/w5whole/part/outer.py:job")
+    assert load_job("w5whole.part.outer:job").batch_size
 
 
 def test_a_default_device_other_than_the_cpu_is_refused(folder: Path) -> None:

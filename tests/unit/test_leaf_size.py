@@ -93,6 +93,20 @@ def test_a_step_that_is_over_before_a_second_worker_has_its_half_is_one_leaf(wid
     assert (leaves(told), told.microbatch_size) == (expected, 64 // expected)
 
 
+@pytest.mark.parametrize(
+    ("batch", "accumulated", "expected"), [(64, 1, 32), (15, 1, 5), (13, 1, 1), (60, 2, 15), (30, 4, 4), (1, 1, 1)]
+)
+def test_a_batch_that_grows_is_halves_of_whole_leaves(batch: int, accumulated: int, expected: int) -> None:
+    """Where there are such: 30 samples are no multiple of four microbatches."""
+    given = job(square(8, 1), 8, batch, accumulate_grad_batches=accumulated)
+    told, why, _ = with_leaf_size(given, build_model(given), grows=True)
+    assert told.microbatch_size == expected
+    assert why.endswith("and a batch grows by its halves")
+    larger = job(square(256, 40), 256, 64, dataset=TensorDataset(torch.randn(128, 16, 256), torch.zeros(128)))
+    model = build_model(larger)
+    assert with_leaf_size(larger, model, grows=True).by == with_leaf_size(larger, model).by
+
+
 def test_leaves_have_whole_microbatches_of_those_that_are_accumulated() -> None:
     given = job(square(512, 1), 512, batch=120, accumulate_grad_batches=5)
     told, _, _ = with_leaf_size(given, build_model(given))

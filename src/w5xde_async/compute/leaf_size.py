@@ -47,14 +47,15 @@ class Sized(NamedTuple):
     step_flops: int = 0
 
 
-def with_leaf_size(job: Job, model: nn.Module) -> Sized:
+def with_leaf_size(job: Job, model: nn.Module, *, grows: bool = False) -> Sized:
     """Choose the size of a microbatch where the job leaves it open.
 
-    ``model``: the job's, on any device; it is not changed.
+    ``model``: the job's, on any device; it is not changed. ``grows``: the batch will, by what the halves of a step
+    differ: it is two leaves at least, all of one size, where there is such a size.
     """
     if job.microbatch_size is not None:
         return Sized(job)
-    counted, step = _counted(job, model), 0
+    counted, step, accumulated = _counted(job, model), 0, job.accumulate_grad_batches
     if counted is None:
         leaves, reason = _MOST, "operations of the model could not be counted"
     else:
@@ -63,7 +64,11 @@ def with_leaf_size(job: Job, model: nn.Module) -> Sized:
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         leaves = min(leaves, max(1, step // max(1, WORTH_FLOPS_A_PARAMETER * trained)))
         reason = f"a step is {step / 1e9:.3g} GFLOP"
-    size = max(1, -(-job.batch_size // (leaves * job.accumulate_grad_batches)))
+    if grows and leaves < _FEWEST:
+        leaves, reason = _FEWEST, f"{reason}, and a batch grows by its halves"
+    size = max(1, -(-job.batch_size // (leaves * accumulated)))
+    if grows:
+        size = next((whole for whole in range(size, 0, -1) if not job.batch_size % (whole * accumulated)), size)
     return Sized(replace(job, microbatch_size=size), reason, step)
 
 

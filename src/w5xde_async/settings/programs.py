@@ -269,7 +269,7 @@ class TuningSettings(CoordinatorSettings):
 
     about = (
         "Measure which microbatch_size of JOB trains fastest on this machine, with one worker\nand with --workers (2), "
-        "beside a plain loop on the same cores. Takes about half a\nminute; nothing is written. It takes the options "
+        "beside a plain loop on the same cores. Takes a minute or two;\nnothing is written. It takes the options "
         "of a coordinator."
     )
     ending = _EXIT_CODES

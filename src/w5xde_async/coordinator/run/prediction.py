@@ -109,7 +109,7 @@ def predict(job: Job, config: CoordinatorConfig | None = None, *, workers: int =
         raise UsageError(str(error)) from error
     with random_state():
         model = build_model(job, replica=True)
-        job = with_leaf_size(job, model).job
+        job = with_leaf_size(job, model, grows=config.target_batch is not None).job
     sampler = sampler_of(job)
     epochs, max_steps = limits(job, config)
     ends = [] if epochs is None else [sampler.total_steps(epochs)]

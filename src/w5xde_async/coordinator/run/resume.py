@@ -27,6 +27,7 @@ from w5xde_async.coordinator.durability.journal_writer import apply_entry
 from w5xde_async.coordinator.run.overrides import override
 from w5xde_async.coordinator.run.spec import Prepared, ResumePoint, RunFiles, RunSpec, Strategy
 from w5xde_async.coordinator.run.strategy import change_strategy
+from w5xde_async.coordinator.run.warm_start import would_begin_with
 from w5xde_async.coordinator.training import ParametersNotFinite
 from w5xde_async.data.stream import Mark, StreamReader
 from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, MalformedFrame
@@ -306,10 +307,11 @@ def _restore(
         ) from None
     difference = spec.layout.first_difference(theirs)
     if difference:
+        begins = f"; a run in another --run-dir begins with its weights by --init-from {directory.model_path}"
         raise CheckpointMismatch(
             where,
-            f"its checkpoint is of another model ({difference}; there: the checkpoint); {fresh}; a run in another "
-            f"--run-dir begins with its weights by --init-from {directory.path / 'model.safetensors'}",
+            f"its checkpoint is of another model ({difference}; there: the checkpoint); {fresh}"
+            f"{begins if would_begin_with(spec.layout, theirs) else ''}",
         )
     for name, value in _identity(spec, strategy).items():
         if identity.get(name) != value:

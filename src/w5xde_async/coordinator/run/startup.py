@@ -120,7 +120,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step
     model = build_model(job)
     if any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
         raise JobError("model", "it lies on an accelerator", "build it on the CPU; workers move their copy themselves")
-    job, leaves_by, counted = with_leaf_size(job, model)
+    job, leaves_by, counted = with_leaf_size(job, model, grows=config.target_batch is not None)
     sampler = sampler_of(job)
     epochs, max_steps = limits(job, config)
     ends = [] if epochs is None else [sampler.total_steps(epochs)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from w5xde_async.errors import CheckpointCorrupt, UsageError
 from w5xde_async.params.flat import FlatState
+from w5xde_async.params.layout import Layout
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.store.filesystem import explain, regular
 from w5xde_async.store.tensors import read_tensors
@@ -37,6 +38,17 @@ def kept_leaf_size(run_path: Path, resume: str) -> tuple[int | None, int]:
     size = identity.get("microbatch_size") if isinstance(identity, Mapping) else None
     flops = meta.get("step_flops")
     return size if type(size) is int and size > 0 else None, flops if type(flops) is int else 0
+
+
+def would_begin_with(layout: Layout, saved: Layout) -> bool:
+    """Whether ``begin_with`` takes, for a model of ``layout``, what was saved of one of ``saved``."""
+    mine, theirs = _tensors(layout), _tensors(saved)
+    return mine.keys() == theirs.keys() and all(theirs[name] == like for name, like in mine.items())
+
+
+def _tensors(layout: Layout) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """By each of its names, the shape of a tensor, and whether it is of floats."""
+    return {name: (e.shape, e.dtype.is_floating_point) for e in layout.entries for name in e.names}
 
 
 def begin_with(state: FlatState, path: Path) -> str:

@@ -41,6 +41,11 @@ class BatchGrowth:
                 f"a batch that grows is made of whole leaves: batch_size {sampler.batch_size} is no multiple of "
                 f"{sampler.leaf_samples} samples (microbatch_size x accumulate_grad_batches); change one of them"
             )
+        if sampler.batch_size == sampler.leaf_samples:
+            raise UsageError(
+                f"a batch grows by what the halves of a step differ, and a step of {sampler.batch_size} samples is one "
+                "leaf here: give the job a smaller microbatch_size or accumulate_grad_batches, or a larger batch_size"
+            )
         if target != "auto" and target < sampler.batch_size:
             raise UsageError(
                 f"--target-batch {target} is too small: the job's batch_size is {sampler.batch_size}; give "
@@ -79,7 +84,10 @@ class BatchGrowth:
         if noise is None or self.growth.target_batch == before:
             return None
         first = step.step + 1 + AHEAD
+        ends = self.total_steps
         grown = self.plan.grow(first, self.growth.target_batch, factor)
+        if first >= ends:
+            return None  # only a run that is extended comes to it
         return BatchGrown(
             step=step.step + 1, after_step=first, batch_size_before=before, batch_size=grown.batch_size,
             noise_scale=noise, rate_factor=factor, total_steps=shown_end(self.total_steps),

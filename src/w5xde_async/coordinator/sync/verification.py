@@ -27,6 +27,7 @@ from w5xde_async.hub.work.block_store import AuditKey, Supplier
 from w5xde_async.params.flat import l2_norm
 from w5xde_async.plan.audit import Auditor, Choice, Deviation, HeldBlock, Why
 from w5xde_async.plan.ledger import BlockGrant
+from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.numerics import EXACT
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.tree import Block
@@ -60,7 +61,7 @@ from w5xde_async.wire.messages import Done, VerdictCode
 INLINE_WEIGH_BYTES = 4 << 20
 _PATIENCE_S = 5.0  # that long an audit waits for a worker that has finished a lease
 _CARRIED = 0.98  # of what a codec has left out, from one result that is looked at to the next
-_ODD_PATIENCE_S = 10.0  # that long a block that is odd waits for workers that are here but take no work
+_ODD_PATIENCE_S = 10.0  # that long a block that is odd waits for workers that may soon take work
 _MOST_TOLD = 16  # workers of which is said how they differ
 _MANY_UNUSUAL, _UNUSUAL_SHARE = 16, 0.1  # results that are told of; of all
 _REMEMBERED = 4096  # where workers run or ran
@@ -273,6 +274,14 @@ class Verification:
             if other != block.grant.worker and machine.numerics == numerics
         }  # fmt: skip
 
+    def _expected(self, block: FinishedBlock) -> set[str]:
+        """Of those, who may soon take work. Where the coordinator can judge itself, nobody who owes an answer for a
+        lease that was taken from it: what hangs would hold up every block that is odd."""
+        others, members = self._of_like_numerics(block), self._context.phase.roster.membership.members
+        if self._recomputation is None:
+            return others
+        return {other for other in others if other in members and members[other].standing is not Standing.LATE}
+
     def _origin(self, block: FinishedBlock) -> Origin:
         """How a block was computed, by all who had a hand in it."""
         workers = {block.grant.worker, *block.workers.values()}
@@ -368,7 +377,7 @@ class Verification:
             if worker is None:
                 # What is odd waits a while for workers that are here but take no work just now: one may hang for good.
                 waits = held.why in (Why.NORM, Why.NOT_FINITE) and now - block.held_at < _ODD_PATIENCE_S
-                here = self._of_like_numerics(block) if waits else able
+                here = self._expected(block) if waits else able
                 there = [one for one in here if not self._of_one(one, involved)]
                 if set(there) <= held.asked | set(held.suppliers.values()) | {held.worker}:
                     self._held.remove(block)
