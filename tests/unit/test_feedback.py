@@ -39,6 +39,43 @@ def held(worker: Feedback, bucket: int) -> Tensor:
     return torch.zeros(SIZES[bucket]) if residual is None else residual
 
 
+@pytest.mark.parametrize(
+    ("name", "off_10", "off_100"), [("topk:0.01", 1.13, 0.48), ("sign", 0.31, 0.08), ("int4", 0.08, 0.02)]
+)
+def test_steps_that_a_coordinator_forgets_leave_residuals_changed(name: str, off_10: float, off_100: float) -> None:
+    """By so much of what these steps computed is sum and residuals off (docs/codecs.md), in no direction of its own."""
+    numel, steps = 4096, 300
+    weights = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+
+    @cache
+    def of_step(step: int) -> Tensor:
+        x = torch.randn(32, numel, generator=torch.Generator().manual_seed(step))
+        return x.T @ (x @ weights) / 32
+
+    for forgotten, expected in ((10, off_10), (100, off_100)):
+        worker = Feedback(codec(name), {0: numel}, pool=BytePool(), decay=1.0)
+        counted, kept = torch.zeros(numel), range(steps - forgotten)
+        again = range(steps - forgotten, steps)
+        for key, step in enumerate([*kept, *again, *again]):
+            encoded = worker.encode(key, 0, of_step(step))
+            if key not in again:  # those of the coordinator that was killed
+                encoded.codec.add_to(encoded.data, counted)
+            worker.settle(key, applied=True)
+            residual = worker.residual(0)
+            assert residual is not None
+            if key == again[0] - 1:
+                before = residual.clone()
+            elif key == again[-1]:
+                changed = residual - before
+        whole = sum(map(of_step, range(steps)), torch.zeros(numel))
+        off = counted + residual - whole
+        torch.testing.assert_close(off, changed, rtol=1e-3, atol=1e-2)
+        assert float(off.norm() / sum(map(of_step, again), torch.zeros(numel)).norm()) == pytest.approx(
+            expected, rel=0.1
+        )
+        assert abs(float(off @ whole / whole.norm() ** 2)) < 0.01
+
+
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=8, deadline=None)
