@@ -431,8 +431,8 @@ class _Run(Cluster):
         if self.unsettled or self.left_out or self.undone:
             return
         expected = expected_applications(self.scenario)
-        # What a step held that its coordinator forgot is computed again, and what was left out of it is still here; but
-        # of the last worker's part in a step that nobody finished, which it believes in, the latter alone.
+        # The last worker that leaves is told that its part of the step under way counts. Where its coordinator ends
+        # before others have finished that step, what it left out of it counts twice.
         leaving = any(self.faults[kind] for kind in (LEAVING, "worker drained")) or self.scenario.storm
         high = expected + (float("inf") if leaving and any(self.faults[kind] for kind in KEPT) else 1e-3)
         self.hit("conserved")

@@ -311,7 +311,7 @@ def _restore(
         raise CheckpointMismatch(
             where,
             f"its checkpoint is of another model ({difference}; there: the checkpoint); {fresh}"
-            f"{begins if would_begin_with(spec.layout, theirs) else ''}",
+            f"{begins if directory.model_path.is_file() and would_begin_with(spec.layout, theirs) else ''}",
         )
     for name, value in _identity(spec, strategy).items():
         if identity.get(name) != value:
