@@ -62,9 +62,10 @@ def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any
     from w5xde_async.job import build_model, load_job
 
     job = load_job(settings.job)
-    job = with_leaf_size(job, build_model(job, replica=True), grows=config.target_batch is not None).job
+    grows = config.target_batch is not None
+    job = with_leaf_size(job, build_model(job, replica=True), grows=grows).job
 
-    tried = sizes(job, workers)
+    tried = sizes(job, workers, grows=grows)
     rows: list[Row] = []
     refused: list[int] = []
 
@@ -112,17 +113,21 @@ def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any
     return tell
 
 
-def sizes(job: Job, workers: int) -> list[int]:
+def sizes(job: Job, workers: int, *, grows: bool = False) -> list[int]:
     """Sizes to try, the largest first: a whole step, those that give every worker one leaf of it, two, four and eight,
-    and the job's own. Raises UsageError where a step has no leaf for each worker."""
+    and the job's own. ``grows``: of the others only those that a batch which grows can have, two whole leaves at least.
+    Raises UsageError where a step has no leaf for each worker."""
     each = _step_samples(job) // job.accumulate_grad_batches
     need(
         each >= workers,
         f"a step of {_step_samples(job)} samples has no leaf for each of {workers} workers; give --workers, or a "
         "larger batch_size",
     )
-    tried = {-(-each // (workers * leaves)) for leaves in _LEAVES}
-    return sorted({each, *tried, _own_size(job)}, reverse=True)
+    tried = {each, *(-(-each // (workers * leaves)) for leaves in _LEAVES)}
+    if grows:
+        leaf_samples = {size: size * job.accumulate_grad_batches for size in tried}
+        tried = {size for size, n in leaf_samples.items() if n < job.batch_size and not job.batch_size % n}
+    return sorted({*tried, _own_size(job)}, reverse=True)
 
 
 def _step_samples(job: Job) -> int:
@@ -151,7 +156,7 @@ async def measured(
         stop_when=None, keep_best=None,
     )  # fmt: skip
     alone = replace(config, host="127.0.0.1", port=0, dashboard="", min_workers=1, resume="never", max_steps=None,
-                    epochs=None, checkpoint_every=ENDLESS, durability="checkpoint")  # fmt: skip
+                    epochs=None, checkpoint_every=ENDLESS, durability="checkpoint", target_batch=None)  # fmt: skip
     bus, samples, steps = Bus(), 0, 0
     committed = asyncio.Event()
 

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from w5xde_async.coordinator.run.startup import sampler_of
+from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
 from w5xde_async.errors import CheckpointMismatch, JobError, PortInUse, Refused, Unreachable, UsageError
 from w5xde_async.facade.calling import NodeLines, where_to_join
 from w5xde_async.facade.neighbours import is_here, join_file_here
@@ -787,6 +789,14 @@ def test_nobody_answers_a_second_call(calls: Any) -> None:
             lambda: CentralServer(Model(), Data(), adaptive_batch="auto", asynchronous_updates=True),
             r'adaptive_batch="auto": .* under asynchronous_updates=False alone',
         ),
+        (
+            lambda: CentralServer(nn.BatchNorm1d(4), Data(), adaptive_batch="auto"),
+            "^adaptive_batch: .* all 16 samples of a batch together; give gradient_accumulation=2 or more$",
+        ),
+        (
+            lambda: CentralServer(nn.BatchNorm1d(4), Data(), adaptive_batch=64, gradient_accumulation=0),
+            "gradient_accumulation is 0",
+        ),
         (lambda: CentralServer(Model(), Data(), adaptive_batch="yes"), "^adaptive_batch is 'yes'; give auto or"),  # type: ignore[arg-type]
         (lambda: TrainingNode(Model, ("localhost",)), r"^server_address is \('localhost',\); give \(host, port\)"),  # type: ignore[arg-type]
         (lambda: TrainingNode(Model, ("localhost", "5555")), "^server_address is "),  # type: ignore[arg-type]
@@ -1055,6 +1065,14 @@ def test_a_server_takes_a_timeout_and_shows_a_dashboard(calls: Any) -> None:
     running.result(15)
     working.result(10)
     assert server._config.silence_s == 2.0
+
+
+def test_batch_norm_has_whole_batches_where_they_grow() -> None:
+    data = TensorDataset(torch.randn(65, 4), torch.zeros(65, dtype=torch.int64))
+    server = CentralServer(nn.BatchNorm1d(4), data, 16, checkpoint_dir=None, gradient_accumulation=2, adaptive_batch=64)
+    job = server._job
+    assert (job.batch_size, job.leaf_samples, job.microbatch_samples, job.drop_last) == (32, 16, 16, True)
+    BatchGrowth(sampler_of(job), torch.optim.SGD([torch.zeros(1)]), target=64, patience=1, epochs=1, max_steps=None)
 
 
 @pytest.mark.parametrize(

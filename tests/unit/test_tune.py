@@ -37,6 +37,13 @@ def test_a_step_is_whole_or_each_worker_has_one_to_eight_leaves_and_the_jobs_own
         sizes(job, 65)
 
 
+def test_a_batch_that_grows_has_two_whole_leaves_at_least() -> None:
+    job = replace(jobs.mlp_sgd(), batch_size=60, microbatch_size=30)
+    assert sizes(job, 2) == [60, 30, 15, 8, 4]
+    assert sizes(job, 2, grows=True) == [30, 15, 4]
+    assert sizes(replace(job, accumulate_grad_batches=3, microbatch_size=10), 2, grows=True) == [10, 5, 2]
+
+
 def test_a_dataset_of_fewer_samples_than_a_batch_has_smaller_steps() -> None:
     job = replace(jobs.mlp_sgd(), dataset=TensorDataset(*(part[:20] for part in jobs.digits())), batch_size=64)
     assert sizes(replace(job, microbatch_size=None), 2) == [20, 10, 8, 5, 3, 2]
@@ -169,12 +176,27 @@ def job():
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-def test_the_command_measures_runs_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "rows"),
+    [([], [["4", "1"], ["2", "2"], ["1", "4"]]), (["--target-batch", "8"], [["2", "2"], ["1", "4"]])],
+    ids=["", "of a batch that grows"],
+)
+def test_the_command_measures_runs_and_leaves_nothing(flags: list[str], rows: list[list[str]], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_JOB)
-    command = [sys.executable, "-m", "w5xde_async.tune", "train.py:job", "--seconds", "0.05", "--worker-threads", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "w5xde_async.tune",
+        "train.py:job",
+        "--seconds",
+        "0.05",
+        "--worker-threads",
+        "1",
+        *flags,
+    ]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
-    assert [line.split()[:2] for line in lines[1:4]] == [["4", "1"], ["2", "2"], ["1", "4"]]
+    assert [line.split()[:2] for line in lines[1 : lines.index("")]] == rows
     assert "microbatch_size=" in ended.stdout
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["train.py"]

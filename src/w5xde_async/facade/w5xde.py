@@ -179,8 +179,16 @@ class CentralServer:
         normalizes = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
         if normalizes and _counts(batch_size):
             microbatch = batch_size
+        if normalizes and adaptive_batch is not None and gradient_accumulation == 1:
+            raise UsageError(
+                "adaptive_batch: a batch grows by what the halves of a step differ, and batch normalisation computes "
+                f"all {batch_size} samples of a batch together; give gradient_accumulation=2 or more"
+            )
+        accumulated = gradient_accumulation
         if gradient_accumulation != 1 and _counts(batch_size) and _counts(gradient_accumulation):
             microbatch, batch_size = microbatch or -(-batch_size // 8), batch_size * gradient_accumulation
+            if normalizes and adaptive_batch is not None:
+                accumulated = 1  # a batch that grows needs steps of several leaves: each of these batches is one
         drop_last = microbatch is not None and normalizes and _leaves_one_over(dataset, batch_size, microbatch)
         if drop_last:
             logger.warning(
@@ -194,7 +202,7 @@ class CentralServer:
             step=BatchLoss(criterion or class_loss),
             batch_size=batch_size,
             microbatch_size=microbatch,
-            accumulate_grad_batches=gradient_accumulation,
+            accumulate_grad_batches=accumulated,
             drop_last=drop_last,
             epochs=num_epochs,
             max_steps=ENDLESS if num_epochs is None and max_steps is None else max_steps,
