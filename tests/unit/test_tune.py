@@ -177,12 +177,18 @@ def job():
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("flags", "rows"),
-    [([], [["4", "1"], ["2", "2"], ["1", "4"]]), (["--target-batch", "8"], [["2", "2"], ["1", "4"]])],
-    ids=["", "of a batch that grows"],
+    ("flags", "own", "rows"),
+    [
+        ([], 2, [["4", "1"], ["2", "2"], ["1", "4"]]),
+        (["--target-batch", "8"], 2, [["2", "2"], ["1", "4"]]),
+        (["--target-batch", "8"], 4, [["4", "1"], ["2", "2"], ["1", "4"]]),  # which a run refuses
+    ],
+    ids=["", "of a batch that grows", "of one that cannot"],
 )
-def test_the_command_measures_runs_and_leaves_nothing(flags: list[str], rows: list[list[str]], tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_JOB)
+def test_the_command_measures_runs_and_leaves_nothing(
+    flags: list[str], own: int, rows: list[list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(_JOB.replace("microbatch_size=2", f"microbatch_size={own}"))
     command = [
         sys.executable,
         "-m",
