@@ -275,8 +275,9 @@ class Verification:
         }  # fmt: skip
 
     def _expected(self, block: FinishedBlock) -> set[str]:
-        """Of those, who may soon take work. Where the coordinator can judge itself, nobody who owes an answer for a
-        lease that was taken from it: what hangs would hold up every block that is odd."""
+        """Other members that make their sums as the block's were made, and may soon take work. Where the coordinator
+        can judge by itself, no worker that owes an answer for a lease that was taken from it is waited for: one that
+        hangs would hold up every odd block."""
         others, members = self._of_like_numerics(block), self._context.phase.roster.membership.members
         if self._recomputation is None:
             return others
