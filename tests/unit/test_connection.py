@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
+from tests.simulator.loop import VirtualLoop
 from tests.support.jobs import mlp_sgd
 from tests.support.memory_links import MemoryLink, memory_pair
 
@@ -21,6 +22,7 @@ from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import ComputedBlock
 from w5xde_async.compute.engine import Engine, LeafError
 from w5xde_async.errors import DeviceLost, IslandBroken, LinkLost, MalformedFrame, RemoteError, UsageError
+from w5xde_async.net.outbox import Outbox
 from w5xde_async.parallel.engine import LoneLeafError
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
@@ -29,6 +31,7 @@ from w5xde_async.wire.messages import (
     ByeCode,
     Done,
     Failed,
+    Heartbeat,
     Lease,
     Message,
     Params,
@@ -42,6 +45,7 @@ from w5xde_async.worker.connection import connection as connection_module
 from w5xde_async.worker.connection.compute_queue import ComputeThread
 from w5xde_async.worker.connection.connection import Connection, Departure, RunFailed
 from w5xde_async.worker.connection.dialing import _LONGEST_PAUSE_S, _pause_s
+from w5xde_async.worker.connection.handshake import Receive, fetch_program
 from w5xde_async.worker.connection.leases import Leases
 from w5xde_async.worker.executors.coded import CodedExecutor
 from w5xde_async.worker.executors.executor import HeldLease, LeaseExecutor
@@ -343,6 +347,41 @@ async def test_a_revoke_looks_at_a_queue_that_the_compute_thread_takes_from() ->
         coordinator.leases.revoke(Revoke(2, ""))
         assert coordinator.leases.is_revoked(2)
         assert not queue
+
+
+class Built(Exception):
+    """There is a model."""
+
+
+@pytest.mark.parametrize(("asks", "ends"), [(True, LinkLost), (False, Built)])
+def test_a_silent_coordinator_is_given_up_before_there_is_a_model(asks: bool, ends: type[Exception]) -> None:
+    """As soon as it is waited for: for its program. Nobody listens while a model is being built."""
+
+    async def join() -> None:
+        near, far = memory_pair()
+        near.caps = far.caps = SESSION_CAPS
+        loop = asyncio.get_running_loop()
+        welcome = Welcome("0" * 16, "served", 1, 0, "fp32", 2, 1, 64 << 10, bytes(32), 3.0, 12.0)
+        connection = Connection(near, welcome, ComputeThread(pool=Held(), clock=loop.time))
+
+        async def prepare(receive: Receive, outbox: Outbox) -> Any:
+            if asks:
+                return await fetch_program(receive, outbox, b"")
+            await asyncio.sleep(60.0)
+            raise Built
+
+        running = asyncio.create_task(connection.run(prepare))
+        for _ in range(10 if asks else 0):  # while it makes its program
+            await asyncio.sleep(3.0)
+            await far.send(encode(Heartbeat("")))
+        begun = loop.time()
+        with pytest.raises(ends):
+            await running
+        assert loop.time() - begun == pytest.approx(12.0 if asks else 60.0, abs=2.0)
+        far.abort()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(join())
 
 
 def test_pauses_grow_and_have_a_limit() -> None:

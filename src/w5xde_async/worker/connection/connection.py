@@ -14,7 +14,7 @@ from contextlib import suppress
 from enum import Enum
 
 from w5xde_async.errors import DeviceLost, IslandBroken, LinkLost, ProgramRefused, Refused, UsageError, W5xdeError
-from w5xde_async.net.link import Link
+from w5xde_async.net.link import Accept, Link, Received
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.telemetry.memory import device_memory, host_bytes, usage_of
 from w5xde_async.wire import messages
@@ -84,6 +84,7 @@ class Connection:
         self._on_failed = None if hooks is None else hooks.on_failed
         self._receive: Receive = link.recv if self._meter is None else self._meter.recv
         self._state = State.JOINING
+        self._hearing = False  # it waits for the program
         self._executor: LeaseExecutor | None = None
         self.leases: Leases | None = None  #: once it is ready for any
         self.unsent: list[Unsent] = []  #: once it has ended: answers that had not left
@@ -153,7 +154,7 @@ class Connection:
 
     async def _prepare(self, prepare: Prepare) -> Leases:
         try:
-            executor, ready = await prepare(self._receive, self._outbox)
+            executor, ready = await prepare(self._hear, self._outbox)
         except Refused as error:
             await self.link.send(encode(messages.Bye(messages.ByeCode.MISMATCH, error.reason[:500])))
             raise
@@ -174,6 +175,14 @@ class Connection:
         if self._drain:
             self._outbox.post(encode(messages.Drain(self._drain[:200], self._grace_s)))
         return leases
+
+    async def _hear(self, accept: Accept) -> Received:
+        """As ``_receive``, while it prepares: when it waits for the coordinator is known."""
+        self._hearing = True
+        try:
+            return await self._receive(accept)
+        finally:
+            self._hearing = False
 
     def _failed(self, error: BaseException) -> None:
         """The compute thread broke off."""
@@ -287,7 +296,7 @@ class Connection:
                 # Before the results that wait: on a slow line a gradient takes minutes.
                 self._outbox.post(encode(_report(self._executor, leaf_s)), first=True)
                 told, told_speed = now, bool(leaf_s)
-            if self._state is State.JOINING or self.link.bytes_received != seen:
+            if self.link.bytes_received != seen or (self._state is State.JOINING and not self._hearing):
                 # While the model is being built nobody reads: silence then says nothing of the coordinator.
                 seen, since = self.link.bytes_received, now
             elif now - since > silence_s:
