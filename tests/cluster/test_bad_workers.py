@@ -58,6 +58,7 @@ async def test_a_liar_is_found_and_does_no_harm(name: str, clean: Found):
         assert found.digest == clean.digest
 
 
+@pytest.mark.slow
 async def test_a_small_lie_is_within_what_unlike_machines_may_differ_by_and_is_told_of(clean: Found):
     found = await run(SLIGHT, steps=STEPS, workers=3, begins=2, audit_fraction=1.0)
     assert found.finished

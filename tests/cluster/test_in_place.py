@@ -173,7 +173,11 @@ def like_a_plain_loop(made: Job, result: RunResult, events: list[Event]) -> None
     assert sum(share.samples for share in result.shares) == sum(event.samples for event in told)
 
 
-@pytest.mark.parametrize("make", [jobs.mlp_adamw, jobs.cnn_sgd, jobs.odd, jobs.accumulated, jobs.fp16, jobs.metrics])
+@pytest.mark.parametrize(
+    "make",
+    [jobs.mlp_adamw, jobs.odd, jobs.fp16, jobs.metrics,
+     *(pytest.param(make, marks=pytest.mark.slow) for make in (jobs.cnn_sgd, jobs.accumulated))],
+)  # fmt: skip
 @pytest.mark.parametrize("prompt", [True, False], ids=["each is told of", "all are told of"])
 async def test_steps_in_a_row_are_each_what_it_is_by_itself(
     make: Callable[[], Job], prompt: bool, rows: list[int]
@@ -476,7 +480,9 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 @pytest.mark.parametrize("flips", [False, True], ids=["turns", "both ways"])
-@pytest.mark.parametrize("make", [Rows, lambda: Rows(0.5), Stream], ids=["rows", "noisy", "stream"])
+@pytest.mark.parametrize(
+    "make", [Rows, pytest.param(lambda: Rows(0.5), marks=pytest.mark.slow), Stream], ids=["rows", "noisy", "stream"]
+)
 async def test_reading_takes_turns_with_steps_and_changes_no_bit(
     make: Callable[[], Any], flips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -571,7 +577,7 @@ class Drops(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pacing", [SHORT, PacingConfig(short_steps="workers")], ids=["here", "workers"])
 async def test_a_mode_that_a_step_switches_once_lasts_until_its_end(pacing: PacingConfig, workers: int) -> None:
     """Whoever computes it and what follows; what is switched in every step stays so."""
@@ -686,7 +692,7 @@ async def test_a_step_that_fails_is_told_of_as_a_worker_tells_it() -> None:
         await trained(replace(made, max_steps=500))
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("beside", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_what_the_coordinator_lacks_memory_for_has_no_other_bits(
     beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

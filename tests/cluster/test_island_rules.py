@@ -86,7 +86,9 @@ async def test_clipping_sees_the_whole_gradient() -> None:
     assert result.loss == pytest.approx(expected.loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "topk:0.1"])
+@pytest.mark.parametrize(
+    "codec", ["int8", *(pytest.param(codec, marks=pytest.mark.slow) for codec in ("int4", "topk:0.1"))]
+)
 async def test_a_lossy_codec_under_the_synchronous_rule(codec: str) -> None:
     events: list[Event] = []
     result, departures = await run(

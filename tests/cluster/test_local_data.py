@@ -165,7 +165,9 @@ async def test_only_shards_with_our_fingerprint_are_named() -> None:
     assert told <= {"", "coordinator", "itself, 32 of 64 shards"}
 
 
-@pytest.mark.parametrize("rule", ["sync", "async", "local", "async-local"])
+@pytest.mark.parametrize(
+    "rule", ["sync", "async", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("local", "async-local"))]
+)
 async def test_what_its_copy_lacks_a_worker_is_sent(rule: str) -> None:
     """Samples that the fingerprints did not look at: under every rule the lease keeps its place."""
     copy = Rows(lacks=[index for index in range(SAMPLES) if index % 7 == 1])

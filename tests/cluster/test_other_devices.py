@@ -124,7 +124,7 @@ CPU, GPU, OTHER = {"kind": 0}, {"kind": 1}, {"kind": 2}
 LIAR = {"lies": "sign flip"}
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "workers", [(CPU, GPU), (GPU, OTHER), (CPU, CPU, GPU, GPU), (GPU, GPU, OTHER)], ids=["cg", "go", "ccgg", "ggo"]
 )
@@ -152,7 +152,9 @@ async def test_a_liar_is_found_where_somebody_computes_alike(workers: tuple[dict
     assert set(outcome.put_out) == {liar}
 
 
-@pytest.mark.parametrize("invited", [1, 2, 4])
+@pytest.mark.parametrize(
+    "invited", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 async def test_who_has_not_proved_a_name_has_no_say_about_who_has(invited: int, tmp_path: Path):
     """They may all be one. (Of four invited ones two lie: that is no majority either.)"""
     honest = (GPU,) * min(invited, 2)
@@ -251,7 +253,7 @@ async def test_a_coordinator_that_lacks_memory_itself_puts_out_nobody_honest(mon
     assert set(outcome.put_out) <= {"1"}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 async def test_in_any_company_nobody_honest_is_put_out_and_who_lies_is_found_if_it_can_be(seed: int):
     """Generated: who is there, what they halve, what is drawn, whether one lies."""
     chance = random.Random(seed)

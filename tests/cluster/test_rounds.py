@@ -69,7 +69,10 @@ def _restarts(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 40)
 
 
-@pytest.mark.parametrize("scheduler", [_idle_at_first, _up_and_down, _restarts])
+@pytest.mark.parametrize(
+    "scheduler",
+    [_idle_at_first, *(pytest.param(other, marks=pytest.mark.slow) for other in (_up_and_down, _restarts))],
+)
 @pytest.mark.parametrize("rule", ["async", "local", "streaming", "async-local"])
 async def test_whatever_the_schedule_nothing_of_honest_workers_is_refused(rule: str, scheduler: Any) -> None:
     """The norm gate is on, and has seen nothing but other rates."""

@@ -150,7 +150,11 @@ async def test_the_bits_are_those_of_one_process_and_nothing_travels(norm_gate: 
     assert [sum(share.encoded_bytes for share in one.shares) > 0 for one in (result, over_tcp)]
 
 
-@pytest.mark.parametrize("make", [jobs.odd, jobs.cnn_sgd, jobs.gpt_sgd, jobs.accumulated, jobs.fp16, jobs.words])
+@pytest.mark.parametrize(
+    "make",
+    [jobs.odd, *(pytest.param(make, marks=pytest.mark.slow) for make in (jobs.cnn_sgd, jobs.gpt_sgd)), jobs.accumulated,
+     jobs.fp16, jobs.words],
+)  # fmt: skip
 async def test_every_kind_of_model(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Job]) -> None:
     """Frozen, unused and tied parameters, other dtypes, integer buffers, a loss scale; however small the model is."""
     monkeypatch.setattr("w5xde_async.params.layout._SMALL_BYTES", 0)
@@ -406,9 +410,9 @@ async def test_a_step_of_one_block_is_updated_as_it_comes(
         assert seen["expected"] == 0
 
 
-@pytest.mark.parametrize("update_device", [None, torch.device("cpu")])
+@pytest.mark.parametrize("update_device", [None, pytest.param(torch.device("cpu"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("audit_fraction", [0.0, 1.0])
-@pytest.mark.parametrize("scale", [3.0, 1e6, math.nan])
+@pytest.mark.parametrize("scale", [3.0, pytest.param(1e6, marks=pytest.mark.slow), math.nan])
 async def test_a_result_that_was_another_when_it_was_weighed(
     monkeypatch: pytest.MonkeyPatch, scale: float, audit_fraction: float, update_device: torch.device | None
 ) -> None:

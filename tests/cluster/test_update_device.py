@@ -36,7 +36,9 @@ async def train(job: Job, told: list[Event] | None = None, *, run_dir: Path | No
     return result
 
 
-@pytest.mark.parametrize("name", ["odd", "cnn_adamw", "gpt_sgd", "fp16", "accumulated"])
+@pytest.mark.parametrize(
+    "name", ["odd", "cnn_adamw", pytest.param("gpt_sgd", marks=pytest.mark.slow), "fp16", "accumulated"]
+)
 async def test_the_bits_are_the_plain_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen, tied and unused parameters, other dtypes, buffers, a loss scale."""
     for room in (startup, strategy):

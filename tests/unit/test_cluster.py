@@ -125,7 +125,7 @@ async def test_a_ready_made_model_that_cannot_be_copied_is_refused_with_what_to_
     assert (await run(made, 1)).outcome == "finished"
 
 
-@pytest.mark.parametrize("rule", ["sync", "async"])
+@pytest.mark.parametrize("rule", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 async def test_the_short_last_step_of_an_epoch_does_not_blow_up_what_a_codec_left_out(rule: str) -> None:
     """Steps of 64 samples, and one of 2: what they leave out counts there as it would in them."""
     x = torch.randn(258, 32, generator=torch.Generator().manual_seed(1))

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing._internal.common_optimizers import optim_db
 
 from w5xde_async import openmp
 from w5xde_async.params.flat import FlatState, ResultVector
@@ -29,17 +28,17 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SHAPES = ((37,), (3, 5), (), (64,), (200, 3), (1,), (16, 16), (0, 4), (130,))  # with and without zeros behind
 
 
-def cases() -> Iterator[Any]:
-    for info in optim_db:
-        if info.optim_cls not in _ELEMENTWISE:
-            continue
-        for number, given in enumerate(info.optim_inputs_func(device="cpu", dtype=torch.float32)):
-            for way in ("", *(way for way in info.supported_impls if way in ("foreach", "fused"))):
-                kwargs = {**given.kwargs, **({way: True} if way else {})}
-                if isinstance(kwargs.get("lr"), Tensor) and way == "foreach":
-                    continue  # torch refuses it
-                name = f"{info.optim_cls.__name__}-{number}-{way}"
-                yield pytest.param(lambda of, cls=info.optim_cls, kwargs=kwargs: cls(of, **_own(kwargs)), id=name)
+def settings_of(optimizer: type[torch.optim.Optimizer], *, whole: bool) -> Iterator[dict[str, Any]]:
+    """The database's, in every way: the one that says most, or where ``whole`` all."""
+    from torch.testing._internal.common_optimizers import optim_db  # seconds, for whoever collects the tests
+
+    (info,) = (info for info in optim_db if info.optim_cls is optimizer)
+    given = [dict(case.kwargs) for case in info.optim_inputs_func(device="cpu", dtype=torch.float32)]
+    for kwargs in given if whole else [max(given, key=len)]:
+        for way in ("", *(way for way in info.supported_impls if way in ("foreach", "fused"))):
+            if isinstance(kwargs.get("lr"), Tensor) and way == "foreach":
+                continue  # torch refuses it
+            yield {**kwargs, **({way: True} if way else {})}
 
 
 def _own(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -146,19 +145,26 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flat_step, "_PIECE", 128)
 
 
-@pytest.mark.parametrize("make", list(cases()))
-def test_every_optimizers_bits_are_those_of_its_own_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    for groups in (1, 2):
-        if groups == 2:
-            apart(monkeypatch)
-        beside = Beside(make, groups)
-        for step in range(12):
-            beside.step(frozenset({3}) if step == 6 else frozenset(), rate_factor=1.5 if step == 3 else 1.0)
-            beside.check()
-            if step in (4, 8):  # while it steps over stretches, and while the optimizer steps itself
-                beside.resume()
-        assert beside.is_flat == (not beside.ours.defaults.get("fused"))
-        assert beside.rule._flat is None or bool(beside.rule._flat._apart) == (beside.is_flat and groups == 2)
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", _ELEMENTWISE, ids=lambda optimizer: optimizer.__name__)
+def test_every_optimizers_bits_are_those_of_its_own_steps(
+    optimizer: type[torch.optim.Optimizer], whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = torch.get_num_threads()
+    for kwargs, groups in itertools.product(settings_of(optimizer, whole=whole), (1, 2)):
+        print(kwargs, groups)  # noqa: T201 - said where it fails
+        with monkeypatch.context() as patch:
+            if groups == 2:
+                apart(patch)
+            beside = Beside(lambda of, kwargs=kwargs: optimizer(of, **_own(kwargs)), groups)  # type: ignore[misc]
+            for step in range(12):
+                beside.step(frozenset({3}) if step == 6 else frozenset(), rate_factor=1.5 if step == 3 else 1.0)
+                beside.check()
+                if step in (4, 8):  # while it steps over stretches, and while the optimizer steps itself
+                    beside.resume()
+            assert beside.is_flat == (not beside.ours.defaults.get("fused"))
+            assert beside.rule._flat is None or bool(beside.rule._flat._apart) == (beside.is_flat and groups == 2)
+        torch.set_num_threads(threads)
 
 
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -332,6 +332,7 @@ def test_whoever_is_proved_stands_for_those_that_compute_alike() -> None:
     assert not rig.stands_in
 
 
+@pytest.mark.slow
 def test_workers_have_them_again_where_that_is_faster_and_later_it_may_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time in a row for four times as long; one slow moment of the machine costs as few steps as the first."""
     monkeypatch.setattr(in_place, "_MOST_PATIENCE", 20 * in_place._SETTLED)

@@ -38,6 +38,8 @@ from w5xde_async.worker.executors.published import Published
 from w5xde_async.worker.executors.replicas import SteppingReplica
 from w5xde_async.worker.service import Worker
 
+LONG = {"gpt_adamw", "accumulated", "hungry"}  # seconds each
+
 
 def compare(job: Job, seed: int, *, pace: float, blocks: int, left: bool = False) -> tuple[FakeCuda, list[str]]:
     """The same blocks and versions by an engine on late streams, and by one on the CPU: what differs.
@@ -53,7 +55,9 @@ def compare(job: Job, seed: int, *, pace: float, blocks: int, left: bool = False
     return cuda, differences(expected.blocks, actual.blocks)
 
 
-@pytest.mark.parametrize("make", JOBS.values(), ids=JOBS)
+@pytest.mark.parametrize(
+    "make", [pytest.param(make, id=name, marks=[pytest.mark.slow][name not in LONG :]) for name, make in JOBS.items()]
+)
 @pytest.mark.parametrize("pace", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("left", [False, True], ids=["brought", "left"])
 def test_late_streams_change_no_bit(make: Callable[[], Job], pace: float, left: bool) -> None:
