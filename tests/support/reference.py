@@ -32,6 +32,10 @@ def tree_sum(parts: list[Any], add: Callable[[Any, Any], Any]) -> Any:
     return add(tree_sum(parts[:half], add), tree_sum(parts[half:], add))
 
 
+def _nothing(step: int, model: nn.Module) -> None:
+    pass
+
+
 def _add(left: Sums, right: Sums) -> Sums:
     def one(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         if a is None or b is None:
@@ -51,20 +55,27 @@ def _add_changes(left: Sums, right: Sums) -> Sums:
     return total
 
 
-def train(job: Job, steps: int | None = None, plan: BatchPlan | None = None) -> tuple[nn.Module, list[float]]:
+def train(
+    job: Job,
+    steps: int | None = None,
+    plan: BatchPlan | None = None,
+    after: Callable[[int, nn.Module], None] = _nothing,
+) -> tuple[nn.Module, list[float]]:
     """Train in one process, one thread's order; returns the model and each step's loss.
 
-    ``plan``: of a batch that grows.
+    ``plan``: of a batch that grows. ``after``: told the steps done and the model, but of skipped steps.
     """
     with random_state():
-        return _train(job, steps or job.max_steps or 0, plan)
+        return _train(job, steps or job.max_steps or 0, plan, after)
 
 
 def _fetch(job: Job, indices: list[int]) -> Any:
     return (job.collate or default_collate)([job.dataset[i] for i in indices])
 
 
-def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, list[float]]:
+def _train(
+    job: Job, steps: int, batches: BatchPlan | None, after: Callable[[int, nn.Module], None]
+) -> tuple[nn.Module, list[float]]:
     seed_all(job.seed)
     model = job.model().train() if not isinstance(job.model, nn.Module) else build_model(job)
     seed_all(seed_for("update", job.seed, "begin"))
@@ -162,6 +173,7 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
                 if module._buffers[leaf] is not b:
                     b.copy_(module._buffers[leaf])
                     module._buffers[leaf] = b
+        after(step + 1, model)
     return model, losses
 
 
