@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,26 +27,29 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 BOTH = pytest.mark.parametrize("words", [W5XDE, GUAVA], ids=["w5xde", "guava"])
 
 
-def texts() -> Iterator[str]:
+@cache
+def texts() -> tuple[str, ...]:
     """Every string of the rooms below that a person may read, its holes filled with a name."""
-    for path in sorted(SOURCE.rglob("*.py")):
-        if set(path.relative_to(SOURCE).parts) & set(_PROGRAMS):
-            continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-        documents = {
-            id(node.body[0].value)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and node.body
-            and isinstance(node.body[0], ast.Expr)
-        }
-        for node in ast.walk(tree):
-            if isinstance(node, ast.JoinedStr):
-                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "64" for part in node.values)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if id(node) not in inside | documents:
-                    yield node.value
+    rooms = [path for path in sorted(SOURCE.rglob("*.py")) if not set(path.relative_to(SOURCE).parts) & set(_PROGRAMS)]
+    return tuple(text for path in rooms for text in _texts_of(path))
+
+
+def _texts_of(path: Path) -> Iterator[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    documents = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "64" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if id(node) not in inside | documents:
+                yield node.value
 
 
 @pytest.mark.slow
