@@ -94,6 +94,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             # pytest puts its handlers on every logger that does not, six times a test; torch has forty.
             logger.propagate = True
+    gc.callbacks.append(_time_collections)
     _freeze()
     shared = getattr(session.config, "workerinput", {}).get("fork_server")
     if session.config.option.collectonly or sys.platform != "linux":
@@ -104,22 +105,30 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         os.environ["TESTS_TRACED"] = str(forking.running.folder)  # what is traced is traced once
 
 
-_frozen_modules = 0
-_MANY_MODULES = 50
+_LONG_S = 0.2
+_began_s = _longest_s = 0.0
+
+
+def _time_collections(phase: str, info: dict[str, int]) -> None:
+    global _began_s, _longest_s
+    if phase == "start":
+        _began_s = time.thread_time()
+    elif info["generation"] == 2:
+        _longest_s = max(_longest_s, time.thread_time() - _began_s)
 
 
 def _freeze() -> None:
-    """All that was imported is looked at no more: most of a collection's time, and nearly every test has one."""
-    global _frozen_modules
-    _frozen_modules = len(sys.modules)
+    """All that there is now is looked at no more: most of a collection's time, and nearly every test has one."""
+    global _longest_s
     gc.collect()
     gc.freeze()
+    _longest_s = 0.0
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     done = yield
-    if len(sys.modules) > _frozen_modules + _MANY_MODULES:  # torch imports much when it is first used, so do others
+    if _longest_s > _LONG_S:  # torch imports much when it is first used, so do others, and keeps what it has traced
         _freeze()
     return done
 
