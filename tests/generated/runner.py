@@ -40,7 +40,7 @@ from w5xde_async.runtime import Runtime
 from w5xde_async.store.rundir import Superseded
 from w5xde_async.telemetry.events import Bus, Event, RunFinished, RunStarted, StepCommitted, Warned, WorkerLeft
 from w5xde_async.updates.admission import Outcome
-from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.updates.config import LOCAL_RULES, UpdateConfig
 from w5xde_async.updates.outer import Contribution, OuterRule
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.executors.island import Rank
@@ -148,9 +148,13 @@ class _Run(Cluster):
         return not self.scenario.faults and not self.scenario.storm
 
     def _prompt(self) -> bool:
-        """Whether nothing keeps who is asked to leave."""
-        kinds = {fault.kind for fault in self.scenario.faults}
-        return kinds <= {LEAVING, "worker drained", "late joiner"} and not (self.scenario.storm or self.scenario.line_s)
+        """Whether nothing keeps who is asked to leave: not his lease either, which in a round is all of its steps."""
+        made = self.scenario
+        if made.rule in LOCAL_RULES and made.inner_steps * -(-made.batch // made.leaf_samples) * made.leaf_s > 10.0:
+            return False
+        return {fault.kind for fault in made.faults} <= {LEAVING, "worker drained", "late joiner"} and not (
+            made.storm or made.line_s
+        )
 
     def _mixing(self) -> float:
         """What is kept of the local values under ``streaming``, so that Deltas tell how often a sample is in them.
