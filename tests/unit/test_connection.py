@@ -367,11 +367,12 @@ def test_a_silent_coordinator_is_given_up_before_there_is_a_model(asks: bool, en
         async def prepare(receive: Receive, outbox: Outbox) -> Any:
             if asks:
                 return await fetch_program(receive, outbox, b"")
+            await receive(lambda *_: [])
             await asyncio.sleep(60.0)
             raise Built
 
         running = asyncio.create_task(connection.run(prepare))
-        for _ in range(10 if asks else 0):  # while it makes its program
+        for _ in range(10 if asks else 1):  # while it makes its program
             await asyncio.sleep(3.0)
             await far.send(encode(Heartbeat("")))
         begun = loop.time()
