@@ -84,7 +84,7 @@ class Connection:
         self._on_failed = None if hooks is None else hooks.on_failed
         self._receive: Receive = link.recv if self._meter is None else self._meter.recv
         self._state = State.JOINING
-        self._hearing = False  # it waits for the program
+        self._hearing = False  # whoever prepares waits for a message
         self._executor: LeaseExecutor | None = None
         self.leases: Leases | None = None  #: once it is ready for any
         self.unsent: list[Unsent] = []  #: once it has ended: answers that had not left
@@ -177,7 +177,7 @@ class Connection:
         return leases
 
     async def _hear(self, accept: Accept) -> Received:
-        """As ``_receive``, while it prepares: when it waits for the coordinator is known."""
+        """``_receive`` for whoever prepares. ``_beat`` heeds the coordinator's silence as long as it waits in here."""
         self._hearing = True
         try:
             return await self._receive(accept)
