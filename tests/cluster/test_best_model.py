@@ -160,9 +160,12 @@ async def test_a_metric_that_evaluate_does_not_give_ends_the_run_at_its_first_ev
     assert (result.outcome, result.best is not None) == ("finished", True)  # it goes on from there
 
 
-async def test_where_the_only_evaluation_is_the_last_that_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_steps", [1, 2])  # it is due only because the run ends; it is due anyway
+async def test_where_the_only_evaluation_is_the_last_that_is_said_and_nothing_is_lost(
+    tmp_path: Path, max_steps: int
+) -> None:
     events: list[Event] = []
-    result = await run(Scored(metric="loss"), tmp_path / "run", max_steps=1, events=events)
+    result = await run(Scored(metric="loss"), tmp_path / "run", max_steps=max_steps, events=events)
     assert (result.outcome, result.best) == ("finished", None)
     assert any("evaluate gives no 'val_loss'" in event.text for event in events if isinstance(event, Warned))
 

@@ -104,3 +104,23 @@ async def test_a_start_that_hangs_says_so_and_ends_when_it_is_asked_to(
     said = [event.text for event in events if isinstance(event, Warned)]
     assert "the run has been in preparation" in said[0]
     assert "ends without waiting longer" in said[1]
+
+
+async def test_a_stop_that_is_asked_for_while_the_run_is_prepared_ends_it_before_its_first_step(tmp_path: Path) -> None:
+    answered, built, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    class Waiting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 1)
+            loop.call_soon_threadsafe(built.set)
+            asyncio.run_coroutine_threadsafe(answered.wait(), loop).result()
+
+    slow = replace(mlp_sgd(), model=Waiting, optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1))
+    coordinator = Coordinator(slow, run_dir=tmp_path / "run", config=settings())
+    starting = asyncio.create_task(coordinator.start())
+    await built.wait()
+    coordinator.request_stop("asked over HTTP")
+    answered.set()
+    await starting
+    result = await asyncio.wait_for(coordinator.wait(), 20.0)
+    assert (result.outcome, result.reason, result.step) == ("stopped", "asked over HTTP", 0)

@@ -153,8 +153,6 @@ def _prepare(
             stack.push_async_callback(reloading.aclose)
             stack.enter_context(listening("SIGUSR1", coordinator.request_checkpoint))
             stack.enter_context(listening("SIGHUP", reloading.begin))
-            if stop_reason:  # it came while the run was being prepared
-                coordinator.request_stop(stop_reason)
             asked = "worker_threads" in settings.told or "OMP_NUM_THREADS" in os.environ
             short = coordinator.has_short_leaves and not asked
             workers.at(

@@ -191,6 +191,9 @@ class Coordinator:
             await self._close()
             raise
         self._main = asyncio.create_task(self._conduct(), name=f"coordinator {self.name}")
+        if self._stopped.is_set():  # while there was nothing yet to stop
+            self._stop_at = math.inf
+            self.request_stop()
 
     async def wait(self) -> RunResult:
         """The run's end. Cancelling leaves it running.

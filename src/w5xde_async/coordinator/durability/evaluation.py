@@ -145,7 +145,7 @@ class Evaluation:
         """The run is finished, after ``step`` steps: what it came to."""
         await self.settle()
         if self._evaluator is not None and self._evaluated_step != step:
-            await self._evaluate(self._evaluator, step, parameters.submit(parameters.snapshot), last=True)
+            await self._evaluate(self._evaluator, step, parameters.submit(parameters.snapshot))
         await self.keep_best()
 
     async def keep_best(self) -> None:
@@ -166,9 +166,7 @@ class Evaluation:
         """Wait for the thread."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
-    async def _evaluate(
-        self, evaluator: Evaluator, step: int, copying: asyncio.Future[dict[str, Tensor]], *, last: bool = False
-    ) -> None:
+    async def _evaluate(self, evaluator: Evaluator, step: int, copying: asyncio.Future[dict[str, Tensor]]) -> None:
         snapshot = await copying
         began = time.monotonic()
         try:
@@ -185,7 +183,7 @@ class Evaluation:
         self._bus.publish(Evaluated(step=step, metrics=metrics, seconds=seconds, best=best))
         if self.best_model is not None and self.best_model.metric not in metrics:
             unknown = _unknown_metric(self.best_model.metric, metrics)
-            if first and not last:
+            if first:
                 self._on_error(unknown)
                 return
             self._bus.publish(Warned(text=f"step {step}: {unknown}"))

@@ -104,7 +104,7 @@ class Run:
             )  # fmt: skip
         self.evaluation = Evaluation(
             spec.evaluator, spec.steps, spec.job.evaluate_every, bus, environment.runtime.executor(1, "w5xde-evaluate"),
-            journal, best_model=best_model, record=self._hooks.record, on_end=self._end_early, on_error=self._fail,
+            journal, best_model=best_model, record=self._hooks.record, on_end=self._end_early, on_error=self._has_no_best,
         )  # fmt: skip
         self._policy = CheckpointPolicy(
             store=None if files is None else files.checkpoints, every=config.checkpoint_every,
@@ -215,6 +215,14 @@ class Run:
 
     def _fail(self, error: BaseException) -> None:
         self.training.phase.lifecycle.fail(error)
+
+    def _has_no_best(self, error: JobError) -> None:
+        """The first evaluation lacks the metric that ``keep_best`` names. A run that is over does not fail of it."""
+        training = self.training
+        if training.phase.lifecycle.ends or training.progress >= training.total_steps:
+            self._environment.bus.publish(Warned(text=str(error)))
+        else:
+            self._fail(error)
 
     def _skipped(self, step: int) -> None:
         """What is skipped because of the parameters will always be."""
