@@ -10,7 +10,6 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -226,25 +225,21 @@ class Survey(Measured):
     def split(self, ranks: int, *, with_job: bool) -> tuple[tuple[int, int], Activations] | str:
         if not with_job:
             return super().split(ranks, with_job=False)
+        from w5xde_async.parallel.building import run_step
         from w5xde_async.parallel.tensor_plan import part_of, plan_of
 
         if self.job.parallelize is not None:
             return "Job.parallelize says what is split, and to ranks alone"
-        found: list[Activations] = []
-
-        def computes(part: nn.Module) -> bool:
-            with suppress(JobError):  # it takes sizes from constants
-                found.append(activations_of(part, step_function(self.job), self._batch, self.precision))
-            return bool(found)
-
         try:
-            plan = plan_of(self._model, ranks, computes)
+            plan = plan_of(self._model, ranks, partial(run_step, self.job, LeafSpec.of(self.job)))
         except UsageError as error:
             return str(error)
         part, names = part_of(self._model, ranks, plan)
-        if not found and not computes(part):
+        try:
+            found = activations_of(part, step_function(self.job), self._batch, self.precision)
+        except JobError:  # it takes sizes from constants
             return f"the step does not run with 1/{ranks} of the heads and features that the model's _tp_plan splits"
-        return self._sizes(names), found[-1]
+        return self._sizes(names), found
 
     def atoms(self) -> Atoms | NotTraceable:
         if self._atoms is None:

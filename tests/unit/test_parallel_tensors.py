@@ -25,7 +25,7 @@ from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import UsageError, W5xdeError
 from w5xde_async.job import Job
-from w5xde_async.parallel.building import island_engine
+from w5xde_async.parallel.building import island_engine, run_step
 from w5xde_async.parallel.composed import ComposedEngine
 from w5xde_async.parallel.engine import Traced
 from w5xde_async.parallel.group import Group
@@ -99,7 +99,10 @@ def job(**changes: Any) -> Job:
     return Job(dataset=TensorDataset(tokens[:, :-1], tokens[:, 1:]), **{**settings, **changes})
 
 
-def _island(given: Job, group: Group, parallelize: Any = parallelized, **axes: int) -> islands.Together:
+def _island(given: Job, group: Group, **axes: int) -> islands.Together:
+    def parallelize(model: nn.Module, mesh: Any) -> nn.Module:
+        return parallelized(model, mesh, plan_of(model, group.size, partial(run_step, given, LeafSpec.of(given))))
+
     mesh = init_device_mesh("cpu", tuple(axes.values()) or (group.size,), mesh_dim_names=tuple(axes) or ("tp",))
     engine = ComposedEngine(replica_of(given, BUCKET), parallelize, LeafSpec.of(given), group, mesh, words="tp")
     return islands.Together(engine, group)
@@ -185,12 +188,17 @@ class Lopsided(nn.Module):
 
 
 def _parts_of_a_sum(group: Group) -> None:
-    given = job(model=Lopsided)
-    together = _island(given, group)
-    together.load(islands.changed_state(given))
+    """A job that says what is split has to be right."""
+
+    def parallelize(model: nn.Module, mesh: Any) -> None:
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    together = _built("tp", job(model=Lopsided, parallelize=parallelize), group)
+    together.load(islands.changed_state(job(model=Lopsided)))
     with pytest.raises(UsageError, match=r"'inner.weight' is not the same on ranks"):
-        together.compute(island_jobs.batches(given, (4,)), (4,))
+        together.compute(island_jobs.batches(job(), (4,)), (4,))
     together.engine.close()
+    _near(job(model=Lopsided), _built("tp", job(model=Lopsided), group), (4, 4))  # by itself it is not split so
 
 
 def _of_the_job(group: Group) -> None:
@@ -434,6 +442,102 @@ def _heads_of_a_constant(group: Group) -> None:
     _near(job(model=make), _built("tp", job(model=make), group), (4, 4))
 
 
+class Inferring(Heads):
+    """Takes its number of heads from a constant, and their size from what is there: with a part it runs, and computes
+    something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).view(*x.shape[:2], heads, -1).transpose(1, 2) for part, heads in
+                   ((self.q_proj, 4), (self.k_proj, 2), (self.v_proj, 2)))  # fmt: skip
+        attended = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+        out: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    """``between`` two layers that have the names of a pair."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.temperature, self.between = nn.Parameter(torch.tensor(1.5)), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(self.between(self.fc1(x)))
+        return out
+
+
+class Tempered(Block):
+    """A parameter between, whose gradient would be a part of a sum on each rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(self.between(self.fc1(x) * self.temperature))
+        return out
+
+
+class Telling(Block):
+    """Gives away what lies between."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
+        out: Tensor = self.fc2(self.between(hidden)) + hidden.mean()
+        return out
+
+
+class Words(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.block, self.head = nn.Embedding(256, 32), block, nn.Linear(32, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        out: Tensor = self.head(x + self.block(x))
+        return out
+
+
+class Apart(Words):
+    """Calls the layers of a block, and not the block."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        block = self.block
+        assert isinstance(block, Block)
+        out: Tensor = self.head(x + block.fc2(block.fc1(x).softmax(-1)))
+        return out
+
+
+_BETWEEN: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "value by value": (lambda: Words(Block(F.gelu)), True),
+    "heads by their size": (lambda: Words(Heads(32, 8)), True),
+    "heads by their number": (lambda: Words(Inferring(32, 8)), False),
+    "softmax": (lambda: Words(Block(partial(F.softmax, dim=-1))), False),
+    "normalize": (lambda: Words(Block(partial(F.normalize, dim=-1))), False),
+    "root mean square": (lambda: Words(Block(lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True)))), False),
+    "halves": (lambda: Words(Block(lambda x: torch.cat((x[..., 32:], x[..., :32]), -1))), False),
+    "a parameter": (lambda: Words(Tempered(F.gelu)), False),
+    "given away": (lambda: Words(Telling(F.gelu)), False),
+    "called by another": (lambda: Apart(Block(F.gelu)), False),
+}
+
+
+@pytest.mark.parametrize("name", _BETWEEN)
+def test_a_pair_is_split_where_its_parts_compute_the_same(name: str) -> None:
+    make, divides = _BETWEEN[name]
+    with torch.device("meta"):
+        model = make().train()
+    given = job(model=make)
+    plan = plan_of(model, 2, partial(run_step, given, LeafSpec.of(given)))
+    row = "block.o_proj" if isinstance(model.block, Heads) else "block.fc2"
+    assert isinstance(plan[row], RowwiseParallel) is divides
+    unseen = plan_of(model, 2, lambda model: 1 / 0)  # as where the data is elsewhere
+    assert isinstance(unseen[row], ColwiseParallel)
+
+
+def _odd_pairs(group: Group) -> None:
+    for make, _ in _BETWEEN.values():
+        _near(job(model=make), _built("tp", job(model=make), group), (4, 4))
+
+
 def _untied(make: Any) -> nn.Module:
     model: nn.Module = make()
     model.head = nn.Linear(32, 256, bias=False)
@@ -469,7 +573,7 @@ CASES: dict[str, islands.Case] = {
     "of the job": _of_the_job, "fully sharded by the job": _of_the_job_fully_sharded,
     "what a job may not do": _what_the_job_may_not_do, "checkpoints": _checkpoints, "half precision": _half,
     "declared": _declared, "programs": _programs,
-    "heads of a constant": _heads_of_a_constant,
+    "heads of a constant": _heads_of_a_constant, "odd pairs": _odd_pairs,
 }  # fmt: skip
 
 
@@ -534,6 +638,9 @@ class Positions(nn.Module):
 def test_a_layer_that_is_never_called_stays_whole() -> None:
     with torch.device("meta"):
         model, x = Positions(), torch.zeros(2, 8, dtype=torch.int64)
-    assert set(plan_of(model, 2)) == {"tokens", "positions", "head"}  # nothing is known of the step
-    # As whoever measures does, with a copy.
-    assert set(plan_of(model, 2, lambda part: copy.deepcopy(part)(x) is not None)) == {"tokens", "head"}
+
+    def unknown(model: nn.Module) -> None:
+        raise RuntimeError("it needs values")
+
+    assert set(plan_of(model, 2, unknown)) == {"tokens", "positions", "head"}
+    assert set(plan_of(model, 2, lambda part: copy.deepcopy(part)(x))) == {"tokens", "head"}  # as who measures, a copy

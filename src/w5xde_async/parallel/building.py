@@ -160,7 +160,7 @@ def _composed(
     from w5xde_async.parallel.tensor_plan import parallelized, plan_of
 
     axes = shape.axes
-    divide: Callable[..., Any] = parallelized
+    divide: Callable[..., Any]
     parts: list[tuple[str, str]] = []
     if isinstance(source, Traced):
         if "fsdp" in axes or checkpoint:
@@ -172,7 +172,7 @@ def _composed(
     else:
         replica = replica_of(source, bucket_bytes)
         if source.parallelize is None:
-            plan = plan_of(replica.model, axes["tp"], partial(_computes, source, spec))
+            plan = plan_of(replica.model, axes["tp"], partial(run_step, source, spec))
             parts = [(name, type(style).__name__) for name, style in plan.items()]
             divide = partial(parallelized, plan=plan)
         if checkpoint:
@@ -189,22 +189,23 @@ def _composed(
     return ComposedEngine(replica, divide, spec, group, mesh, words=words, clock=clock)
 
 
-def _computes(job: Job, spec: LeafSpec, part: nn.Module) -> bool:
-    """Whether the step runs with a part of the model, as far as that can be found without memory. Where the job's data
-    is not, names alone decide."""
+def run_step(job: Job, spec: LeafSpec, model: nn.Module) -> None:
+    """The step with a model that has no memory, on few samples where it computes so few. Raises where the data is not
+    here, and what the job raises."""
     from w5xde_async.compute.footprint import activations_of
     from w5xde_async.compute.program.tracing import probe_batches
 
-    try:
-        with users_code():
-            (batch,) = probe_batches(job, [spec.microbatch_samples])
-    except Exception:
-        return True
-    try:
-        activations_of(part, step_function(job), batch, spec.precision)
-    except JobError:
-        return False
-    return True
+    sizes = sorted({min(2, spec.microbatch_samples), spec.microbatch_samples})
+    with users_code():
+        batches = probe_batches(job, sizes)
+    for batch in batches:
+        try:
+            activations_of(model, step_function(job), batch, spec.precision)
+        except JobError:
+            if batch is batches[-1]:
+                raise
+        else:
+            return
 
 
 def _by_job(parallelize: Callable[..., Any], model: nn.Module, mesh: Any) -> Any:

@@ -2,8 +2,10 @@
 
 Transformers call their layers by few names. Those that project into many features and the one that projects back are
 split together, the first by columns, the other by rows (Shoeybi et al. 2019): between them each rank has a part of the
-features, or of the heads, and one sum over all ranks follows. Other linear layers are split by columns, and what they
-give is gathered; embeddings by rows. What cannot be split evenly, and everything else, is whole on every rank.
+features, or of the heads, and one sum over all ranks follows. A name proves nothing: a pair is split so only if its
+module, with small numbers in place of its parameters and inputs, computes the same with a rank's part (``_divides``).
+Other linear layers are split by columns, and what they give is gathered; embeddings by rows. What cannot be split
+evenly, and everything else, is whole on every rank.
 
 A model may say it itself, as transformers' do: ``model._tp_plan`` (or the class's), from patterns of module names to
 the names of styles.
@@ -14,6 +16,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,20 +26,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from w5xde_async.errors import UsageError
 from w5xde_async.parallel.replica import units_of
+from w5xde_async.randomness import random_state, seed_all
+from w5xde_async.users_code import users_code
 
-_Pairs = Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
+_Names = Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
 #: Of attention: queries, keys, values, and what follows. Between them lie heads, of which each rank computes some.
-_ATTENTION: _Pairs = (
+_ATTENTION: _Names = (
     (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj")),
     (("query", "key", "value"), ("out",)),
     (("wq", "wk", "wv"), ("wo",)),
     (("q", "k", "v"), ("o", "out")),
 )
 #: Of feed-forward layers. Between them lie features.
-_FEED_FORWARD: _Pairs = (
+_FEED_FORWARD: _Names = (
     (("gate_proj", "up_proj"), ("down_proj",)),
     (("up_proj",), ("down_proj",)),
     (("gate", "up"), ("down",)),
@@ -67,14 +74,14 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
-def parallelized(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle] | None = None) -> nn.Module:
+def parallelized(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> nn.Module:
     """Split a model's layers over the axis ``tp``, in place, and its units fully over ``fsdp``, where there is that.
 
-    ``plan``: what ``plan_of`` has found. Raises UsageError for a model in which nothing can be split.
+    ``plan``: what ``plan_of`` has found.
     """
     names = mesh.mesh_dim_names or ()
     if "tp" in names:
-        _split(model, mesh["tp"], plan_of(model, mesh["tp"].size()) if plan is None else plan)
+        _split(model, mesh["tp"], plan)
     if "fsdp" in names:
         whole: set[nn.Parameter] = {p for p in model.parameters() if not p.dim() or not p.numel()}
         for module in (*units_of(model), model):
@@ -82,44 +89,36 @@ def parallelized(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parallel
     return model
 
 
-def plan_of(
-    model: nn.Module, ranks: int, computes: Callable[[nn.Module], bool] = lambda part: True
-) -> dict[str, ParallelStyle]:
+def plan_of(model: nn.Module, ranks: int, run: Callable[[nn.Module], object]) -> dict[str, ParallelStyle]:
     """Styles by module name: declared, or inferred. ``model`` is on the meta device.
 
-    ``computes``: whether the step runs with one rank's part of a model. A model that takes its number of heads from a
-    constant does not; then the layers of attention are split each by itself, or those of all pairs. A layer that the
-    step never calls, for it uses the weight itself, stays whole.
+    ``run``: the step with such a model, forward; raises where that needs values, or the data is not here. What it shows
+    is how modules are called: pairs whose call is not seen are split layer by layer, and so are those that do not
+    divide, such as attention that takes its number of heads from a constant, or a softmax over all features. A layer
+    that the step never calls, for it uses the weight itself, stays whole.
 
     Raises UsageError where there is nothing to split.
     """
     declared = _declared(model)
     if declared:
         return declared
-    plans = [inferred(model, ranks, pairs) for pairs in ((*_ATTENTION, *_FEED_FORWARD), _FEED_FORWARD, ())]
-    if not plans[0]:
+    pairs = [pair for pair in _pairs(model) if _can_divide(model, pair, ranks)]
+    seen = _Calls(model, pairs)
+    try:
+        run(seen.model)
+    except Exception:  # of the user's code, told where it is computed
+        seen.complete = False
+    kinds: dict[object, bool] = {}
+    whole = [pair for pair in pairs if not seen.divides(pair, ranks, kinds)]
+    plan = _inferred(model, ranks, [pair for pair in pairs if pair not in whole])
+    if not plan:
         raise UsageError(
             f"no layer of {type(model).__name__} can be split over {ranks} ranks: tp needs linear layers or "
             "embeddings whose sizes the number of ranks divides, and no embedding with sparse gradients, max_norm or "
             "scale_grad_by_freq; use fsdp, or say in Job.parallelize what is split"
         )
-    for plan in plans:
-        called = set[str]()
-        part = part_of(model, ranks, plan)[0]
-        for path in plan:
-            part.get_submodule(path).register_forward_pre_hook(_noting(called, path))
-        if computes(part):
-            return {path: style for path, style in plan.items() if path in called} if called else plan
-    return plans[0]  # it is not for the split that none computes: such a step needs values
-
-
-def _noting(called: set[str], path: str) -> Callable[[nn.Module, object], None]:
-    """A function, of which copies of the model have no copy."""
-
-    def note(module: nn.Module, inputs: object) -> None:
-        called.add(path)
-
-    return note
+    called = {path: style for path, style in plan.items() if path in seen.called} if seen.complete else plan
+    return called or plan
 
 
 def part_of(model: nn.Module, ranks: int, plan: Mapping[str, ParallelStyle]) -> tuple[nn.Module, set[str]]:
@@ -159,28 +158,19 @@ def _split(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]
             module._parameters[name] = owner._parameters[own]
 
 
-def inferred(model: nn.Module, ranks: int, pairs: _Pairs) -> dict[str, ParallelStyle]:
-    """Styles by module name. ``pairs`` are taken only where every layer of theirs can be split."""
+def _inferred(model: nn.Module, ranks: int, pairs: Sequence[_Pair]) -> dict[str, ParallelStyle]:
+    """Styles by module name: of these pairs, and of what is split by itself."""
     plan: dict[str, ParallelStyle] = {}
-    uses: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    for pair in pairs:
+        plan |= {_joined(pair.path, name): ColwiseParallel() for name in pair.columns}
+        plan[_joined(pair.path, pair.row)] = RowwiseParallel()
+    uses = _uses(model)
     inside = {id(child) for module in model.modules() if isinstance(module, nn.MultiheadAttention)
               for child in module.modules()}  # fmt: skip  # it uses their weights without calling them
 
     def fits(module: nn.Module, extent: int) -> bool:
         return id(module) not in inside and extent % ranks == 0 and all(p.numel() for p in module.parameters())
 
-    for path, module in model.named_modules():
-        linear = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
-        for columns, row in _pairs(linear, pairs):
-            if any(uses[id(linear[name].weight)] > 1 or f"{path}.{name}" in plan for name in (*columns, row)):
-                continue
-            if linear[columns[0]].out_features != linear[row].in_features:
-                continue
-            if all(fits(linear[name], linear[name].out_features) for name in columns):
-                plan |= {_joined(path, name): ColwiseParallel() for name in columns}
-                plan[_joined(path, row)] = RowwiseParallel()
     least = worth(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding))
     single: dict[int, list[tuple[str, ParallelStyle]]] = {}
     for path, module in model.named_modules():
@@ -201,14 +191,233 @@ def inferred(model: nn.Module, ranks: int, pairs: _Pairs) -> dict[str, ParallelS
     return plan
 
 
-def _pairs(linear: Mapping[str, nn.Linear], pairs: _Pairs) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The layers of one module that belong together, each once."""
-    taken: set[str] = set()
-    for columns, rows in pairs:
-        row = next((name for name in rows if name in linear), None)
-        if row is not None and all(name in linear for name in columns) and taken.isdisjoint((*columns, row)):
-            taken.update((*columns, row))
-            yield columns, row
+def _uses(model: nn.Module) -> dict[int, int]:
+    """How many names each parameter has, by its id."""
+    uses: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    return uses
+
+
+# -- pairs
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Layers of one module, by their names in it: ``columns`` give features, of which ``row`` makes sums."""
+
+    path: str
+    columns: tuple[str, ...]
+    row: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.columns, self.row)
+
+
+def _pairs(model: nn.Module) -> Iterator[_Pair]:
+    """By names alone. A layer is in one of them at most."""
+    for path, module in model.named_modules():
+        linear = {name for name, child in module.named_children() if type(child) is nn.Linear}
+        for columns, rows in (*_ATTENTION, *_FEED_FORWARD):
+            row = next((name for name in rows if name in linear), None)
+            if row is not None and linear.issuperset(columns):
+                linear.difference_update((*columns, row))
+                yield _Pair(path, columns, row)
+
+
+def _can_divide(model: nn.Module, pair: _Pair, ranks: int) -> bool:
+    """By sizes."""
+    module, uses = model.get_submodule(pair.path), _uses(model)
+    layers = [module.get_submodule(name) for name in pair.names]
+    *columns, row = (layer for layer in layers if isinstance(layer, nn.Linear))
+    return (
+        columns[0].out_features == row.in_features
+        and all(layer.out_features % ranks == 0 for layer in columns)
+        and all(uses[id(layer.weight)] == 1 and layer.weight.numel() for layer in (*columns, row))
+    )
+
+
+class _Like:
+    """A tensor that a module was given, without its values."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+    def __repr__(self) -> str:
+        return f"{self.shape} {self.dtype}"
+
+
+class _Calls:
+    """How a copy of a model, ``model``, calls its layers, and the modules that hold pairs. ``complete``: it was run."""
+
+    def __init__(self, model: nn.Module, pairs: Iterable[_Pair]) -> None:
+        self.model = copy.deepcopy(model)
+        self.called = set[str]()
+        self.complete = True
+        self._source = model
+        self._given: dict[str, tuple[Any, Any]] = {}  # of the first call of each module that holds a pair
+        self._outside = set[str]()  # layers that somebody else calls than the module that holds them
+        self._open: dict[str, int] = {}
+        for path in {pair.path for pair in pairs}:
+            module = self.model.get_submodule(path)
+            module.register_forward_pre_hook(partial(self._begins, path), with_kwargs=True, prepend=True)
+            module.register_forward_hook(partial(self._ends, path), always_call=True)
+        for path, module in self.model.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.register_forward_pre_hook(partial(self._calls, path))
+
+    # Who runs the model may run a copy of it. These are called there, for copies of them would note it for themselves.
+    def __deepcopy__(self, memo: object) -> _Calls:
+        return self
+
+    def _begins(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._open[path] = self._open.get(path, 0) + 1
+        if path not in self._given:
+            self._given[path] = tree_map_only(Tensor, _Like, (args, kwargs))
+
+    def _ends(self, path: str, module: nn.Module, inputs: object, outputs: object) -> None:
+        self._open[path] -= 1
+
+    def _calls(self, path: str, module: nn.Module, inputs: object) -> None:
+        self.called.add(path)
+        if not self._open.get(path.rpartition(".")[0]):
+            self._outside.add(path)
+
+    def divides(self, pair: _Pair, ranks: int, kinds: dict[object, bool]) -> bool:
+        """Whether each rank may have its part of the pair. ``kinds``: what was found of modules like this one."""
+        names = [_joined(pair.path, name) for name in pair.names]
+        if pair.path not in self._given or not self._outside.isdisjoint(names) or not self.called.issuperset(names):
+            return False
+        module, given = self._source.get_submodule(pair.path), self._given[pair.path]
+        kind = pair.names, _kind(module), repr(given)
+        if kind not in kinds:
+            try:
+                with random_state(), users_code():
+                    kinds[kind] = any(_divides(module, pair, ranks, given, bools=bools) for bools in (True, False))
+            except Exception:  # it cannot be computed with a part, or by itself
+                kinds[kind] = False
+        return kinds[kind]
+
+
+def _kind(module: nn.Module) -> object:
+    """Equal for modules of one class with the same shapes and attributes."""
+    known = nn.Module().__dict__
+
+    def of(value: object) -> object:
+        return value if isinstance(value, int | float | str | None) else id(value)
+
+    return tuple(
+        (path, type(part), *((name, of(value)) for name, value in vars(part).items() if name not in known))
+        for path, part in module.named_modules()
+    ) + tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in module.named_parameters())
+
+
+def _divides(module: nn.Module, pair: _Pair, ranks: int, given: tuple[Any, Any], *, bools: bool) -> bool:
+    """Whether the module computes the same, and what is whole has the same gradients, with each rank's part of a pair.
+
+    Parameters, buffers and what it is given are random numbers, tensors of bools all ``bools``. What columns are given
+    passes no gradient on: the ranks add that. What the row gives is replaced by the sum that the ranks make of it.
+    """
+    seed_all(0)
+    whole = _filled(module, bools)
+    args, kwargs = tree_map_only(_Like, partial(_values, bools=bools), given)
+    sums: list[Tensor] = []
+    expected, between = _outcome(whole, pair, args, kwargs, sums, first=True)
+    if not all(torch.isfinite(tensor).all() for tensor in expected.values()):
+        return False
+    if any(not features.numel() or features.std() == 0 for features in between):
+        return False  # a mask of such values hides all
+    for rank in range(ranks):
+        part = copy.deepcopy(whole)
+        for name in pair.columns:
+            layer: Any = part.get_submodule(name)
+            rows = slice(rank * (size := layer.out_features // ranks), (rank + 1) * size)
+            layer.weight = nn.Parameter(layer.weight.detach()[rows].clone())
+            layer.bias = layer.bias if layer.bias is None else nn.Parameter(layer.bias.detach()[rows].clone())
+        row: Any = part.get_submodule(pair.row)
+        ours = slice(rank * (size := row.in_features // ranks), (rank + 1) * size)
+        row.weight = nn.Parameter(row.weight.detach()[:, ours].clone())
+        found, parts = _outcome(part, pair, args, kwargs, sums, first=False)
+        if len(parts) != len(between) or found.keys() != expected.keys():
+            return False
+        if not all(_near(found[name], expected[name]) for name in found):
+            return False
+        if not all(_near(mine, features[..., ours]) for mine, features in zip(parts, between, strict=True)):
+            return False
+    return True
+
+
+def _outcome(
+    module: nn.Module, pair: _Pair, args: Any, kwargs: Any, sums: list[Tensor], *, first: bool
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """What a module gives, with the gradients of what is whole; and what the row was given.
+
+    ``sums``: what the row gives in the whole module, found in the ``first`` run.
+    """
+    between: list[Tensor] = []
+
+    def cut(layer: nn.Module, inputs: Any) -> Any:
+        return tree_map_only(Tensor, Tensor.detach, inputs)
+
+    def summed(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        between.append(inputs[0].detach().clone())
+        if first:
+            sums.append(output.detach().clone())
+        return sums[len(between) - 1] + (output - output.detach())
+
+    hooks = [module.get_submodule(name).register_forward_pre_hook(cut) for name in pair.columns]
+    hooks.append(module.get_submodule(pair.row).register_forward_hook(summed))
+    leaves = {f"input {number}": tensor for number, tensor in enumerate(tree_leaves((args, kwargs)))
+              if isinstance(tensor, Tensor) and tensor.is_floating_point()}  # fmt: skip
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    layers = {f"{name}.{kind}" for name in pair.names for kind in ("weight", "bias")} - {f"{pair.row}.bias"}
+    leaves |= {name: p for name, p in module.named_parameters() if p.requires_grad and name not in layers}
+    with torch.enable_grad():
+        made = module(*tree_map_only(Tensor, Tensor.clone, args), **tree_map_only(Tensor, Tensor.clone, kwargs))
+        for hook in hooks:
+            hook.remove()
+        outputs = [tensor for tensor in tree_leaves(made) if isinstance(tensor, Tensor)]
+        roots = [tensor for tensor in outputs if tensor.requires_grad]
+        seed_all(1)
+        gradients = torch.autograd.grad(
+            roots, list(leaves.values()), [torch.randn_like(root) for root in roots], allow_unused=True
+        )
+    found = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
+    return found | {
+        name: gradient for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None
+    }, between
+
+
+def _filled(module: nn.Module, bools: bool) -> nn.Module:
+    """A copy in memory, in evaluation: masks of dropout are another matter."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        made = _values(_Like(tensor), bools=bools)
+        if isinstance(tensor, nn.Parameter):
+            scale = tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 1.0
+            memo[id(tensor)] = nn.Parameter(made * scale, requires_grad=tensor.requires_grad)
+        else:
+            memo[id(tensor)] = made
+    return copy.deepcopy(module, memo).eval()
+
+
+def _values(like: _Like, *, bools: bool) -> Tensor:
+    if like.dtype is torch.bool:
+        return torch.full(like.shape, bools)
+    if like.dtype.is_floating_point:
+        return torch.randn(like.shape)
+    if like.dtype.is_complex:
+        return torch.randn(like.shape, dtype=torch.complex64)
+    return torch.zeros(like.shape, dtype=like.dtype)  # an index of something
+
+
+def _near(ours: Tensor, others: Tensor) -> bool:
+    if ours.shape != others.shape:
+        return False
+    most = others.abs().max().item() if others.numel() and others.dtype is not torch.bool else 1.0
+    return torch.allclose(ours, others, rtol=1e-3, atol=1e-4 * most)
 
 
 def _joined(path: str, name: str) -> str:

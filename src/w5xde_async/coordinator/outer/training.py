@@ -422,7 +422,6 @@ class OuterTraining:
         self.verdicts.returned(session.worker_id, awaited)
 
     def release(self, session: Session) -> None:
-        self.context.loader.forget(session.worker_id)
         self.intake.left(session)
         self.publisher.forget(session)
 
@@ -430,6 +429,7 @@ class OuterTraining:
         return False
 
     def take_back(self, session: Session) -> int:
+        self.context.loader.forget(session.worker_id)
         worker = session.worker_id
         for grant in self.ledger.held(worker):
             self.intake.drop(grant.lease)

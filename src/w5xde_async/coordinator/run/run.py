@@ -104,7 +104,8 @@ class Run:
             )  # fmt: skip
         self.evaluation = Evaluation(
             spec.evaluator, spec.steps, spec.job.evaluate_every, bus, environment.runtime.executor(1, "w5xde-evaluate"),
-            journal, best_model=best_model, record=self._hooks.record, on_end=self._end_early, on_error=self._has_no_best,
+            journal, best_model=best_model, record=self._hooks.record, on_end=self._end_early,
+            on_error=self._has_no_best,
         )  # fmt: skip
         self._policy = CheckpointPolicy(
             store=None if files is None else files.checkpoints, every=config.checkpoint_every,

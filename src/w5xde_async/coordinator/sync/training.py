@@ -952,7 +952,6 @@ class SyncTraining:
                 self.scheduler.grant_again(session.worker_id, lease, self.context.clock())
 
     def release(self, session: Session) -> None:
-        self.context.loader.forget(session.worker_id)
         self.results.left(session)
         self.publisher.forget(session)
 
@@ -960,6 +959,7 @@ class SyncTraining:
         return self.results.divert(session)
 
     def take_back(self, session: Session) -> int:
+        self.context.loader.forget(session.worker_id)
         grants, failed_work = self.ledger.lose(session.worker_id, died=session.vanished)
         self.scheduler.left(session.worker_id)
         self.verification.left(session.worker_id)

@@ -55,9 +55,9 @@ class Island:
             raise RemoteError(f"its shard has {most} pieces in one bucket; at most {SESSION_CAPS.buffers} travel")
         if ready.share not in tuple(Share):
             raise RemoteError(f"it divides leaves in way {ready.share}, which is none")
-        self._sessions[session.rank] = session
         if self.ranks % ready.together:
             raise RemoteError(f"{ready.together} of its {self.ranks} ranks work as one, which does not come out even")
+        self._sessions[session.rank] = session
         self._shares[session.rank] = (Share(ready.share), ready.together, ready.numerics)
         self._shards[session.rank] = shard
         session.shard = shard

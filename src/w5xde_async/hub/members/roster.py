@@ -388,9 +388,9 @@ class Roster:
         Raises RemoteError where the same worker has connected anew meanwhile. Of an island nothing comes back: its
         ranks begin anew together, as another worker.
         """
-        if session.ranks > 1:
-            return
         while (older := self.sessions.get(session.worker_id)) is not None:
+            if older.ranks > 1 or session.ranks > 1:
+                raise RemoteError("an island and a worker, or two islands, do not have one id")
             if older.incarnation > session.incarnation:
                 raise RemoteError("the same worker has connected anew since")
             # Its leases may be given out again only once nothing writes into their memory any more.
@@ -455,9 +455,12 @@ class Roster:
 
     def _assemble(self, session: Session, ready: Ready) -> None:
         """A rank of an island is ready. Its sessions know the island once all are. Raises RemoteError."""
-        island = self._islands.setdefault(session.worker_id, Island(self._greeting.layout, session.ranks))
-        island.add(session, ready)
-        self._part_of[session] = island
+        island = self._islands.get(session.worker_id) or Island(self._greeting.layout, session.ranks)
+        try:
+            island.add(session, ready)
+        finally:
+            if session in island.sessions:  # then its end is an end of the island, too
+                self._islands[session.worker_id] = self._part_of[session] = island
         if island.complete:
             for one in island.sessions:
                 one.island = island

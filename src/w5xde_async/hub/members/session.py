@@ -408,13 +408,16 @@ class Session:
         for _ in range(_MOST_PROBES):
             received = await self.link.recv()
             self.state = advance(COORDINATOR, self.state, received.message)
-            if not isinstance(received.message, Probe) or self._credentials.revoked(self.identity, ""):
+            if not isinstance(received.message, Probe):
                 break
+            if await self._keeps_out():
+                return False
             num_values, leaf_s, update, island = self._admission.outline()
             filler = bytes(received.message.wanted)
             await self.link.send(encode(Probed(self._wall(), num_values, leaf_s, update, filler, island)))
         if isinstance(received.message, Volunteer):
-            await self._bring_together(received.message)
+            if not await self._keeps_out():
+                await self._bring_together(received.message)
             return False
         if not isinstance(received.message, Introduction):
             raise UnexpectedMessage(type(received.message).__name__, f"{self.state.value}, after so many of them")
@@ -423,14 +426,7 @@ class Session:
             raise MalformedFrame(f"rank {self.rank} of {self.ranks}")
         self.worker_id = member_id(self.identity, received.message.key)
         self.name = _shown(self.identity, received.message.name)
-        if self._credentials.revoked(self.identity or self.worker_id, self.worker_id):
-            await self._refuse(
-                RefusalCode.AUTHENTICATION, "this worker's access has been revoked", "ask whoever runs the coordinator"
-            )
-            return False
-        if why := self._credentials.quarantined(self.identity or self.worker_id, self.worker_id):
-            refused = quarantined(why)
-            await self._refuse(RefusalCode.QUARANTINED, refused.reason, refused.hint)
+        if await self._keeps_out():
             return False
         refusal = self._admission.admit(self)
         if refusal is not None:
@@ -440,6 +436,20 @@ class Session:
         message, buffers = self._admission.welcome(self)
         await self.link.send(encode(message, buffers))
         return True
+
+    async def _keeps_out(self) -> bool:
+        """Whether it was refused, by the name that it has proved or, once it has said it, its id."""
+        name = self.identity or self.worker_id
+        if self._credentials.revoked(name, self.worker_id):
+            await self._refuse(
+                RefusalCode.AUTHENTICATION, "this worker's access has been revoked", "ask whoever runs the coordinator"
+            )
+            return True
+        if why := self._credentials.quarantined(name, self.worker_id):
+            refused = quarantined(why)
+            await self._refuse(RefusalCode.QUARANTINED, refused.reason, refused.hint)
+            return True
+        return False
 
     async def _bring_together(self, volunteer: Volunteer) -> None:
         """Tell a volunteer where the others are. One that goes before is nobody's partner. Raises LinkLost,
@@ -530,8 +540,8 @@ class Session:
                 self._admission.program(self, message)
             elif type(message) is Ready:
                 self.ready = message
-                await self._admission.make_room(self)
                 await self._admission.share(self, message)
+                await self._admission.make_room(self)  # last: nothing is waited for between this and joining
                 refusal = self._admission.joined(self, message)
                 if refusal is not None:
                     await self._say(encode(refusal))

@@ -190,27 +190,24 @@ class Verdicts:
 
     def returned(self, worker: str, awaited: Iterable[int]) -> None:
         """A worker is here again, or for the first time, and lacks the verdicts on ``awaited``."""
-        told, unknown = self._told.pop(worker, {}), []
-        again: dict[int, Verdict] = {}
+        told = self._told.pop(worker, {})
+        alike: dict[
+            tuple[VerdictCode | int, str, tuple[int, ...]], list[int]
+        ] = {}  # a message for each, not each lease
         for lease in awaited:
             known = self._leases.get(lease)
             if known is not None and known.worker == worker:
                 continue  # it comes
             if lease in told:
-                code, reason, buckets = (
-                    told[lease].verdict.code,
-                    told[lease].verdict.reason,
-                    told[lease].verdict.buckets,
-                )
-                again[lease] = Verdict((lease,), code, reason, buckets)
+                verdict = told[lease].verdict
+                what = verdict.code, verdict.reason, verdict.buckets
             elif (counts := self._counted.buckets_of(lease)) is not None:
-                again[lease] = Verdict((lease,), VerdictCode.APPLIED, "", counts)
+                what = VerdictCode.APPLIED, "", counts
             else:
-                unknown.append(lease)
-        for verdict in again.values():
-            self._say(worker, verdict, self.version + 1)
-        if unknown:
-            self._say(worker, Verdict(tuple(unknown), VerdictCode.STALE, "nothing of it counted"), self.version + 1)
+                what = VerdictCode.STALE, "nothing of it counted", ()
+            alike.setdefault(what, []).append(lease)
+        for (code, reason, buckets), leases in alike.items():
+            self._say(worker, Verdict(tuple(leases), code, reason, buckets), self.version + 1)
 
     # -- inner ---------------------------------------------------------------------------------------------
 
