@@ -882,6 +882,32 @@ async def test_what_fails_on_workers_and_not_here_ends_no_run() -> None:
     assert "failed" in texts(events)
 
 
+async def test_a_stop_while_the_coordinator_computes_a_leaf_itself_is_no_failure() -> None:
+    """The grace ends first: what is given up then says nothing of the leaf."""
+    computing, let_go, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+    loss = tiny().loss
+    assert loss is not None
+
+    def hanging(output: Tensor, target: Tensor) -> Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            loop.call_soon_threadsafe(computing.set)
+            let_go.wait(60.0)
+        return loss(output, target)
+
+    try:
+        async with started(tiny(loss=hanging), max_leaf_failures=1, grace_s=0.1) as coordinator:
+            peer = await peer_of(coordinator)
+            lease = await peer.lease()
+            await peer.send(Failed(lease.lease, lease.start, "CUDA out of memory", "Traceback\nCUDA out of memory"))
+            await asyncio.wait_for(computing.wait(), 30.0)
+            await peer.link.aclose()
+            coordinator.request_stop("Ctrl-C")
+            result = await asyncio.wait_for(coordinator.wait(), 30.0)
+    finally:
+        let_go.set()
+    assert (result.outcome, result.reason, result.step) == ("stopped", "Ctrl-C", 0)
+
+
 async def test_one_name_that_fails_all_it_is_given_ends_no_run() -> None:
     events = Events()
     async with started(max_leaf_failures=1, events=events) as coordinator:

@@ -18,19 +18,21 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings
 
 from w5xde_async import process as program
 from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD
+from w5xde_async.coordinator.outer.training import OuterTraining
 from w5xde_async.coordinator.run import shutdown
 from w5xde_async.coordinator.run.shutdown import ShutdownDeadline, deadline_s
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.errors import DiskHangs, ExitCode, UpdateFailed
+from w5xde_async.hub.members.roster import Roster
 from w5xde_async.job import Job
 from w5xde_async.settings import CoordinatorSettings
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.telemetry.events import Bus, Evaluated, Event, JournalFailed, RunFinished, Warned, WorkerLeft
 from w5xde_async.updates.config import UpdateConfig
-from w5xde_async.worker.service import Departure, Worker
+from w5xde_async.worker.service import Departure, RunFailed, Worker
 
 
 async def test_workers_hear_of_the_coordinator_while_the_last_checkpoint_is_written(
@@ -190,6 +192,33 @@ async def test_a_scheduler_that_raises_costs_no_step(tmp_path: Path, rule: str, 
             assert ended.digest == whole.digest
     finally:
         Ending.end = -1
+
+
+async def test_a_scheduler_that_raises_when_the_tick_gives_a_lease_ends_the_run_in_good_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a worker's line was full when the lease fell due."""
+    ticking, tick, has_credit = [False], OuterTraining.tick, Roster.has_credit
+
+    def ticked(training: OuterTraining, now: float) -> None:
+        ticking[0] = True
+        tick(training, now)
+        ticking[0] = False
+
+    monkeypatch.setattr(OuterTraining, "tick", ticked)
+    monkeypatch.setattr(Roster, "has_credit", lambda roster, worker: ticking[0] and has_credit(roster, worker))
+    job = replace(
+        jobs.metrics(), scheduler=lambda optimizer: Ending(optimizer, lambda step: 1.0), max_steps=60, epochs=None
+    )
+    monkeypatch.setattr(Ending, "end", 6)
+    config = settings(heartbeat_s=0.05, update=UpdateConfig(rule="local", inner_steps=2))
+    async with Coordinator(job, run_dir=tmp_path / "run", config=config) as coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=job, config=QUICK_WORKER).run())
+        with pytest.raises(UpdateFailed, match="the schedule is over"):
+            await asyncio.wait_for(coordinator.wait(), 30.0)
+        with pytest.raises(RunFailed, match="the schedule is over"):  # it is told
+            await worker
+    assert await asyncio.to_thread(CheckpointStore(tmp_path / "run" / "checkpoints").steps) == [6]
 
 
 @pytest.mark.parametrize("rule", ["sync", "local"])

@@ -106,3 +106,26 @@ async def test_the_last_one_is_written_again_where_it_was_deleted(lost: bool, tm
         await checkpointing.save_last()
     assert saved == ([1, 1] if lost else [1])
     assert await asyncio.to_thread(store.steps) == [1]
+
+
+async def test_where_another_rule_goes_on_what_was_saved_and_asked_for_is_known(tmp_path: Path) -> None:
+    bus, told = Bus(), list[Any]()
+    bus.subscribe(told.append)
+    before: Any = SimpleNamespace(aggregator=Parameters(), phase=SimpleNamespace(samples_applied=0), progress=3)
+    after: Any = SimpleNamespace(aggregator=Parameters(), phase=SimpleNamespace(samples_applied=0), progress=3)
+    folder = tmp_path / "checkpoints"
+    policy = CheckpointPolicy(store=CheckpointStore(folder), every=3, every_s=600.0)
+    checkpointing = Checkpointing(policy, State(), before, bus, lambda: 0.0)
+    async with asyncio.TaskGroup() as tasks:
+        checkpointing.on_commit(Commit(step=3, before=2), tasks)
+        await checkpointing.settle()
+        checkpointing.request()
+        checkpointing.go_on_with(State(), after)
+        await checkpointing.save_last()  # of the other rule nothing has been saved
+        await asyncio.to_thread(shutil.rmtree, folder)
+        await asyncio.to_thread(folder.write_text, "in the way")
+        checkpointing.on_commit(Commit(step=4, before=3), tasks)
+        await checkpointing.settle()
+    saved = [event.step for event in told if isinstance(event, CheckpointSaved)]
+    (failed,) = [event for event in told if isinstance(event, CheckpointFailed)]
+    assert (saved, failed.step, failed.safe_step) == ([3, 3], 4, 3)

@@ -97,6 +97,26 @@ async def test_a_recomputation_that_hangs_is_left_to_itself(monkeypatch: pytest.
     assert judging.cancelled() if how == "cancelled" else judging.result() is None
 
 
+async def test_a_recomputation_whose_data_does_not_come_is_given_up_with_the_run() -> None:
+    asked = asyncio.Event()
+
+    class Hangs:
+        async def wait(self, *_: Any) -> Any:
+            asked.set()
+            await asyncio.Event().wait()
+
+    anything: Any = None
+    loader: Any = Hangs()
+    plan: Any = SimpleNamespace(step=0)
+    judge = Recomputation(anything, loader, anything, anything)
+    judging = asyncio.create_task(judge.recompute(plan, Block(0, 1)))
+    await asked.wait()
+    assert not judge.given_up
+    judge.give_up()
+    assert await asyncio.wait_for(judging, 10.0) is None
+    assert judge.given_up
+
+
 async def test_a_recomputation_has_the_threads_that_it_is_told() -> None:
     seen: list[int] = []
     job = jobs.mlp_sgd()

@@ -415,6 +415,11 @@ def test_the_coordinator_takes_over_a_leaf_that_nobody_is_at() -> None:
     taken = book.take_over(0, 5, now=0.0)
     assert taken is not None
     assert (taken.block, taken.worker, taken.deadline_s) == (Block(5, 6), COORDINATOR, math.inf)
+    assert book.overdue(1e9) == [held]  # what it computes itself is never overdue, and nobody backs it up
+    assert (book.unbacked(held.lease), book.unbacked(taken.lease)) == (True, False)
+    assert not book.may_back_up(taken.lease, "b")
+    with pytest.raises(ValueError, match="cannot be backed up by b"):
+        book.back_up(taken.lease, "b", now=0.0, deadline_s=1.0)
     book.fill(held.lease, 0)
     book.give_back(held.lease)
     filled = book.take_over(0, 0, now=0.0)

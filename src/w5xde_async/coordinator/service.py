@@ -639,7 +639,10 @@ class Coordinator:
             left_s = ends - self._runtime.clock()
             await asyncio.sleep(min(config.heartbeat_s, 1.0, left_s if left_s > 0 else math.inf))
             now = self._runtime.clock()
-            run.tick(now)
+            try:
+                run.tick(now)
+            except Exception as error:  # of the job's scheduler, or of ours: it ends the run, in good order
+                self._fail(_ending(error))
             self._outputs.tick(now)
             if self._workers_failed and not self.num_workers:
                 self.request_stop(self._workers_failed)
@@ -665,12 +668,7 @@ class Coordinator:
             # a member's result: better no run than a wrong one.
             if not session.admitted_at:
                 raise
-            if isinstance(error, JobError | UpdateFailed):  # the job's scheduler, when a lease was to be given
-                training.phase.lifecycle.fail(error)
-                return
-            fault = LocalError(f"a fault of the coordinator itself: {type(error).__name__}: {error}")
-            fault.__cause__ = error
-            training.phase.lifecycle.fail(fault)
+            training.phase.lifecycle.fail(_ending(error))
 
     # -- the end -------------------------------------------------------------------------------------------
 
@@ -701,6 +699,15 @@ class Coordinator:
             await wait(block(self._recorder.close), "metrics.jsonl")
         if files is not None:
             await wait(block(files.directory.close), "the run directory's lock")
+
+
+def _ending(error: Exception) -> W5xdeError:
+    """What the run ends of: the error of the job's scheduler, when a lease was to be given, or a fault of ours."""
+    if isinstance(error, JobError | UpdateFailed):
+        return error
+    fault = LocalError(f"a fault of the coordinator itself: {type(error).__name__}: {error}")
+    fault.__cause__ = error
+    return fault
 
 
 def _lagging(update: UpdateConfig) -> tuple[str, ...]:

@@ -174,6 +174,10 @@ class Lifecycle:
         """Whether the training was stopped or has failed."""
         return self.stopping or self.failure is not None
 
+    def is_over(self, now: float) -> bool:
+        """Whether work under way is waited for no longer: the training has failed, or a stop's grace has passed."""
+        return self.failure is not None or (self.stopping and now >= self.stop_at)
+
     def stop(self, grace_s: float) -> bool:
         """End in good order, and give up what is under way after ``grace_s``. True for the first call."""
         first, self.stopping = not self.stopping, True

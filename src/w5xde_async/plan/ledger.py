@@ -200,8 +200,9 @@ class Ledger(LeaseTable[BlockGrant]):
         return not any(worker in tried for tried in self._tried(grant.step, grant.block))
 
     def unbacked(self, lease: int) -> bool:
-        """Whether nobody has backed up an open lease yet. Audits are not backed up."""
-        return lease not in self._audits and not self._slot(self._grants[lease]).contested
+        """Whether an open lease may be backed up: nobody has, and it is no audit and not the coordinator's own."""
+        grant = self._grants[lease]
+        return lease not in self._audits and grant.worker != COORDINATOR and not self._slot(grant).contested
 
     def back_up(self, lease: int, worker: str, *, now: float, deadline_s: float) -> BlockGrant:
         """Lease the block of ``lease`` to a second worker too; whoever has it done first is paid.
@@ -210,7 +211,7 @@ class Ledger(LeaseTable[BlockGrant]):
         """
         grant = self._grants[lease]
         slot = self._slot(grant)
-        if slot.contested or grant.worker == worker:
+        if slot.contested or grant.worker in (worker, COORDINATOR):
             raise ValueError(f"lease {lease} of {grant.worker} cannot be backed up by {worker}")
         second = self._grant(grant.step, slot.block, worker, now, deadline_s)
         slot.backup, slot.contested = second.lease, True
@@ -391,11 +392,12 @@ class Ledger(LeaseTable[BlockGrant]):
         return self._lease(opened, slot, COORDINATOR, now, math.inf)
 
     def overdue(self, now: float) -> list[BlockGrant]:
-        """Leases of the current step whose deadline has passed."""
+        """Leases of the current step whose deadline has passed; the coordinator's own have none."""
         current = next(iter(self._steps.values()), None)
         if current is None:
             return []
-        return [g for g in current.leases.values() if self._is_overdue(g, now) and not self._waits(g)]
+        held = (grant for grant in current.leases.values() if grant.worker != COORDINATOR)
+        return [grant for grant in held if self._is_overdue(grant, now) and not self._waits(grant)]
 
     def validate(self) -> None:
         """Raise AssertionError where an invariant does not hold (for tests and the simulator)."""

@@ -57,7 +57,7 @@ class CheckpointPolicy:
 
 
 class Checkpointing:
-    """Checkpoints of one training. ``save_error`` is what the last attempt to save met, if anything."""
+    """Checkpoints of one run. ``save_error`` is what the last attempt to save met, if anything."""
 
     def __init__(
         self, policy: CheckpointPolicy, state: RunState, training: Training, bus: Bus, clock: Callable[[], float],
@@ -71,6 +71,10 @@ class Checkpointing:
         self._tried_at = clock()
         self._retry_at = self._remind_at = self._retry_s = 0.0  # after a failure
         self._saving: asyncio.Task[None] | None = None
+
+    def go_on_with(self, state: RunState, training: Training) -> None:
+        """The run goes on by another rule; nothing is under way. What has been saved is of the one before."""
+        self._state, self._training, self._saved_version = state, training, -1
 
     def request(self) -> None:
         """A checkpoint after the next commit; that it failed is said even if it was said a moment ago."""

@@ -90,7 +90,7 @@ class OuterTraining:
         self._stalenesses: list[int] = []  # of what was judged since the last commit, in versions
         self._warned_of_unusual = False
         self._unadded = 0  # commits since the bytes of all links were added up
-        self._began_at = self._last_commit = clock()
+        self._last_commit = clock()
         self._committed = self._followed = len(self.ledger.done)
 
     @property

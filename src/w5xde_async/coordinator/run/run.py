@@ -107,7 +107,7 @@ class Run:
             journal, best_model=best_model, record=self._hooks.record, on_end=self._end_early,
             on_error=self._has_no_best,
         )  # fmt: skip
-        self._policy = CheckpointPolicy(
+        policy = CheckpointPolicy(
             store=None if files is None else files.checkpoints, every=config.checkpoint_every,
             every_s=config.checkpoint_time_s, before_save=self._hooks.before_save, saved_step=resume.saved_step,
         )  # fmt: skip
@@ -115,7 +115,9 @@ class Run:
         if spec.evaluator is not None:
             spec.evaluator.beside(self._others_draw)
         self.training = self._begin(History(step=resume.step, samples=resume.samples, loss=resume.loss))
-        self.checkpointing = self._checkpointing()
+        self.checkpointing = Checkpointing(
+            policy, KeptState(spec, self._strategy), self.training, bus, environment.runtime.clock, journal
+        )  # fmt: skip
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Train to the end, a stop or a failure (which is raised)."""
@@ -279,12 +281,6 @@ class Run:
     def _has_other_data(self, worker: str, same: int, said: int) -> None:
         self.training.phase.note_other_data(worker, same, said)
 
-    def _checkpointing(self) -> Checkpointing:
-        environment, state = self._environment, KeptState(self._spec, self._strategy)
-        return Checkpointing(
-            self._policy, state, self.training, environment.bus, environment.runtime.clock, self._journal
-        )  # fmt: skip
-
     def _begin(self, history: History) -> Training:
         """The training that goes on after ``history`` by the strategy that counts now."""
         spec, config, environment = self._spec, self.config, self._environment
@@ -348,7 +344,7 @@ class Run:
         self._tell_bound(bound, num_workers)
         if self._chooser is not None:
             self._chooser.begins(choice, self.training)
-        self.checkpointing = self._checkpointing()
+        self.checkpointing.go_on_with(KeptState(self._spec, self._strategy), self.training)
         if self._stopping:
             self.training.stop()
         self._hooks.on_change(self.training)

@@ -62,8 +62,13 @@ class Recomputation:
         self.refused = ""  #: what it raised, in a line, where that was no lack of memory
 
     def give_up(self) -> None:
-        """Wait for no computation any more: the run is to end."""
+        """Wait for no computation any more, and for no data: the run is to end."""
         self._given_up.set()
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the run ends, so that nothing is computed here any more."""
+        return self._given_up.is_set()
 
     async def recompute(self, plan: StepPlan, block: Block, splits: int = 0) -> ReferenceResult | None:
         """The block's result, of microbatches halved ``splits`` times.
@@ -74,15 +79,28 @@ class Recomputation:
         what it makes of them goes nowhere.
         """
         self.raised = self.refused = ""
-        data = await self._loader.wait(plan.step, block)
-        if data is None:
+        given_up = asyncio.ensure_future(self._given_up.wait())
+        try:
+            return await self._computed(plan, block, splits, given_up)
+        finally:
+            given_up.cancel()
+
+    async def _computed(
+        self, plan: StepPlan, block: Block, splits: int, given_up: asyncio.Future[Any]
+    ) -> ReferenceResult | None:
+        reading = asyncio.ensure_future(self._loader.wait(plan.step, block))
+        try:
+            await asyncio.wait((reading, given_up), return_when=asyncio.FIRST_COMPLETED)
+            data = reading.result() if reading.done() else None
+        finally:
+            reading.cancel()
+        if data is None or self.given_up:
             return None
         task = Task(
             step=plan.step, start=block.start, samples=data.samples, loss_scale=self._rule.loss_scale,
             structure=data.structure, packed=data.packed, tensors=_tensors(data),
         )  # fmt: skip
         computing = asyncio.get_running_loop().run_in_executor(None, self._compute, task, splits)
-        given_up = asyncio.ensure_future(self._given_up.wait())
         either: list[asyncio.Future[Any]] = [computing, given_up]
         try:
             await asyncio.wait(either, timeout=_LONGEST_S, return_when=asyncio.FIRST_COMPLETED)
@@ -100,8 +118,6 @@ class Recomputation:
             known = logging.INFO if isinstance(error, LeafError) else logging.WARNING  # workers have told of it
             logger.log(known, "recomputation failed step=%d start=%d error=%s", plan.step, block.start, str(error))
             return None
-        finally:
-            given_up.cancel()
 
     def _compute(self, task: Task, splits: int) -> ReferenceResult:
         before = torch.get_num_threads()

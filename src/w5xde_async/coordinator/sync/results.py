@@ -466,6 +466,9 @@ class Results:
         failed_work, error, traceback, grant = doubt
         began = clock()
         reference = await recomputation.recompute(step.plan, grant.block)
+        if reference is None and recomputation.given_up:  # which says nothing of the leaf
+            self._ledger.give_back(grant.lease)
+            return True
         if reference is None:  # what was raised here says more: a device tells late, and not what was wrong
             self.blame(failed_work, recomputation.raised or traceback)
             return True

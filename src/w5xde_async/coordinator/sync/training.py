@@ -924,7 +924,7 @@ class SyncTraining:
         self.phase.note_reading()
         self.schedule()
         self._warn_of_idle()
-        if self.lifecycle.stopping and now >= self.lifecycle.stop_at and self._recomputation is not None:
+        if self._recomputation is not None and self.lifecycle.is_over(now):
             self._recomputation.give_up()
         if self.roster.keeps_residuals:
             for member in tuple(self.roster.membership.members.values()):
