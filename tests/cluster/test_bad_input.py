@@ -26,7 +26,7 @@ from msgspec import structs
 from tests.support import reference
 from tests.support.cluster import QUICK_WORKER, settings
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from w5xde_async.compute.engine import Engine
 from w5xde_async.coordinator.service import Coordinator, RunResult
@@ -894,8 +894,11 @@ async def test_a_stop_while_the_coordinator_computes_a_leaf_itself_is_no_failure
             let_go.wait(60.0)
         return loss(output, target)
 
+    data = TensorDataset(
+        Points().x, torch.zeros(48, dtype=torch.int64)
+    )  # whose reads do not wait for their turn to draw
     try:
-        async with started(tiny(loss=hanging), max_leaf_failures=1, grace_s=0.1) as coordinator:
+        async with started(tiny(loss=hanging, dataset=data), max_leaf_failures=1, grace_s=0.1) as coordinator:
             peer = await peer_of(coordinator)
             lease = await peer.lease()
             await peer.send(Failed(lease.lease, lease.start, "CUDA out of memory", "Traceback\nCUDA out of memory"))

@@ -58,11 +58,19 @@ def test_nothing_is_lost_or_counted_twice_or_stuck(chunk: int) -> None:
 def test_an_island_that_loses_any_rank_or_link_at_any_time_disturbs_nobody() -> None:
     fired: Counter[str] = Counter()
     for seed in range(CHUNK_SEEDS):
-        outcome = one(seed, mode_of(seed, "both"), islands=True)
-        fine(outcome, " --islands")
+        outcome = one(seed, mode_of(seed, "both"), kind="islands")
+        fine(outcome, " --kind islands")
         assert outcome.finished or outcome.mode == "safety"
         fired += outcome.faults
     assert len(fired) > len(FAULTS) // 3, fired
+
+
+def test_a_sample_that_no_worker_can_compute_is_computed_by_the_coordinator() -> None:
+    """However long that takes there, and whatever comes, goes and is cut off meanwhile."""
+    for seed in range(CHUNK_SEEDS):
+        outcome = one(seed, mode_of(seed, "both"), kind="curses")
+        fine(outcome, " --kind curses")
+        assert outcome.finished or outcome.mode == "safety"
 
 
 @pytest.mark.parametrize("found", FOUND)

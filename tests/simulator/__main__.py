@@ -14,6 +14,7 @@ import torch
 from tests.generated.__main__ import campaign
 from tests.simulator.bugs import BUGS
 from tests.simulator.campaign import mode_of, one, report, run_planted, run_seeds, say
+from tests.simulator.world import KINDS
 
 
 def main() -> int:
@@ -22,7 +23,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run this one alone")
     parser.add_argument("--mode", choices=("safety", "liveness", "both"), default="both")
     parser.add_argument("--bug", choices=sorted(BUGS), default="", metavar="NAME", help=", ".join(sorted(BUGS)))
-    parser.add_argument("--islands", action="store_true", help="some workers have several ranks, each with a link")
+    parser.add_argument(
+        "--kind", choices=KINDS, default="",
+        help="islands: some workers have several ranks, each with a link; curses: a sample that no worker can compute",
+    )  # fmt: skip
     parser.add_argument("--planted", action="store_true", help="run every planted bug until it is caught")
     parser.add_argument("--write", action="store_true", help="with --planted: write docs/planted-bugs.md")
     parser.add_argument("--most", type=int, default=400, help="with --planted: seeds for each bug")
@@ -36,16 +40,14 @@ def main() -> int:
     if given.rules:
         return campaign(given.seeds, given.jobs, storms=True)
     if given.seed is not None:
-        outcome = one(
-            given.seed, mode_of(given.seed, given.mode), given.bug, islands=given.islands, verbose=given.verbose
-        )
+        outcome = one(given.seed, mode_of(given.seed, given.mode), given.bug, kind=given.kind, verbose=given.verbose)
         for line in outcome.trace:
             say(line)
-        report(outcome, given.bug, given.islands) if outcome.violations else say("no violation")
+        report(outcome, given.bug, given.kind) if outcome.violations else say("no violation")
         say(f"trace {outcome.trace_hash}, {outcome.steps} steps, {outcome.virtual_s:.1f} s of virtual time")
         return 1 if outcome.violations else 0
     first, _, last = given.seeds.partition(":")
-    return run_seeds(list(range(int(first), int(last))), given.mode, given.bug, given.islands, given.jobs)
+    return run_seeds(list(range(int(first), int(last))), given.mode, given.bug, given.kind, given.jobs)
 
 
 if __name__ == "__main__":

@@ -35,16 +35,16 @@ and none by a coordinator that has been superseded; `deadline`, that no lease is
 """
 
 
-def one(seed: int, mode: str, bug: str = "", *, islands: bool = False, verbose: bool = False) -> Outcome:
+def one(seed: int, mode: str, bug: str = "", *, kind: str = "", verbose: bool = False) -> Outcome:
     if not bug:
-        return simulate(seed, mode, schedule, islands=islands, verbose=verbose)
+        return simulate(seed, mode, schedule, kind=kind, verbose=verbose)
     with planted(bug):
-        return simulate(seed, mode, schedule, focus=BUGS[bug].faults, islands=BUGS[bug].islands, verbose=verbose)
+        return simulate(seed, mode, schedule, focus=BUGS[bug].faults, kind=BUGS[bug].kind, verbose=verbose)
 
 
 def unplanted(seed: int, mode: str, bug: str) -> Outcome:
     """The same run without the bug: what fails in it is not the bug's doing."""
-    return simulate(seed, mode, schedule, focus=BUGS[bug].faults, islands=BUGS[bug].islands)
+    return simulate(seed, mode, schedule, focus=BUGS[bug].faults, kind=BUGS[bug].kind)
 
 
 def _prepare() -> None:
@@ -56,11 +56,11 @@ def _prepare() -> None:
 
 
 def _chunk(task: tuple[list[int], str, str, bool]) -> list[Outcome]:
-    seeds, mode, bug, islands = task
+    seeds, mode, bug, kind = task
     outcomes = []
     gc.disable()
     for seed in seeds:
-        outcomes.append(one(seed, mode_of(seed, mode), bug, islands=islands))
+        outcomes.append(one(seed, mode_of(seed, mode), bug, kind=kind))
         if seed % 16 == 0:
             gc.collect()
     gc.enable()
@@ -72,8 +72,8 @@ def mode_of(seed: int, mode: str) -> str:
     return mode if mode != "both" else "safety" if seed % 2 else "liveness"
 
 
-def _all(seeds: list[int], mode: str, bug: str, islands: bool, jobs: int) -> Iterator[Outcome]:
-    tasks = [(seeds[at : at + 50], mode, bug, islands) for at in range(0, len(seeds), 50)]
+def _all(seeds: list[int], mode: str, bug: str, kind: str, jobs: int) -> Iterator[Outcome]:
+    tasks = [(seeds[at : at + 50], mode, bug, kind) for at in range(0, len(seeds), 50)]
     if jobs == 1:
         for task in tasks:
             yield from _chunk(task)
@@ -88,20 +88,20 @@ def say(text: str = "") -> None:
     sys.stdout.flush()
 
 
-def report(outcome: Outcome, bug: str, islands: bool = False) -> None:
+def report(outcome: Outcome, bug: str, kind: str = "") -> None:
     for violation in outcome.violations:
         say(f"seed {outcome.seed} {outcome.mode} at {violation.at_s:.3f} s: {violation.kind}: {violation.text}")
-    more = f" --bug {bug!r}" if bug else " --islands" if islands else ""
+    more = f" --bug {bug!r}" if bug else f" --kind {kind}" if kind else ""
     say(f"  replay: python -m tests.simulator --mode {outcome.mode} --seed {outcome.seed}{more} -v")
 
 
-def run_seeds(seeds: list[int], mode: str, bug: str, islands: bool, jobs: int) -> int:
+def run_seeds(seeds: list[int], mode: str, bug: str, kind: str, jobs: int) -> int:
     began = time.perf_counter()
     faults: Counter[str] = Counter()
     runs: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     failed = steps = finished = recomputed = 0
-    for outcome in _all(seeds, mode, bug, islands, jobs):
+    for outcome in _all(seeds, mode, bug, kind, jobs):
         faults += outcome.faults
         runs.update(outcome.faults.keys())
         steps += outcome.steps
@@ -110,7 +110,7 @@ def run_seeds(seeds: list[int], mode: str, bug: str, islands: bool, jobs: int) -
         if outcome.violations:
             failed += 1
             kinds.update({violation.kind for violation in outcome.violations})
-            report(outcome, bug, islands)
+            report(outcome, bug, kind)
     seconds = time.perf_counter() - began
     say(f"{len(seeds)} seeds ({mode}) in {seconds:.0f} s, {seconds / len(seeds) * 1000:.0f} ms each with {jobs} jobs")
     say(f"lost {kinds['lost']}, twice {kinds['twice']}, stuck {kinds['stuck']}; seeds that failed {failed}")

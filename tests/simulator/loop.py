@@ -85,6 +85,7 @@ class Host:
         self.deaf_until = 0.0  # its programs read nothing until then
         self.pauses_at_joining_s = 0.0  # it reads nothing for that long once it has joined
         self.failing_leaf = False  # the job's code raises at the next leaf
+        self.cursed = -1  # and at this sample, on workers
         self.hangs = False  # its compute thread comes to no end; the rest of it lives
         self.lies = 0  # its clock says what it likes, in one of several ways
         self.broken = False  # what it computes is not a number

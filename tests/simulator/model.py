@@ -181,7 +181,9 @@ class IntegerEngine:
         parts = []
         for number, leaf in enumerate(leaves):
             slow = 10.0 if self._host.slow_until > self._loop.now else 1.0
-            ComputeExecutor.sleep(self._host.leaf_s * slow * self._host.random.uniform(0.7, 1.4))
+            self._takes(self._host.leaf_s * slow * self._host.random.uniform(0.7, 1.4))
+            if self._host.cursed in leaf and ComputeExecutor.current() is not None:
+                raise LeafError(task.start + number, RuntimeError("no worker can compute it"))
             if self._host.failing_leaf:
                 self._host.failing_leaf = False
                 raise LeafError(task.start + number, RuntimeError("planted"))
@@ -203,7 +205,7 @@ class IntegerEngine:
             if any(index in present for index in bucket.entries):
                 emit(bucket.index, vector)
                 emitted.append(bucket.index)
-                ComputeExecutor.sleep(self._host.leaf_s * 0.05)
+                self._takes(self._host.leaf_s * 0.05)
         return ComputedBlock(
             losses=tuple(_leaf_loss(leaf) for leaf in leaves), metric_names=("rows",),
             metrics=tuple(float(len(leaf)) for leaf in leaves),
@@ -211,6 +213,11 @@ class IntegerEngine:
             absent=tuple(bucket.index for bucket in self.layout.result_buckets if bucket.index not in emitted),
             splits=0, compute_s=self._loop.now - began, vectors=(vector,),
         )  # fmt: skip
+
+    @staticmethod
+    def _takes(seconds: float) -> None:
+        if ComputeExecutor.current() is not None:  # the coordinator's has no compute thread: ``patches`` waits for it
+            ComputeExecutor.sleep(seconds)
 
     def counted(self, task: Task, emit: Emit) -> tuple[ComputedBlock, int]:
         """Its floating point operations are nobody's business."""

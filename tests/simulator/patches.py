@@ -1,17 +1,22 @@
-"""What no constructor takes, replaced for the time of one simulation: the engine's arithmetic, and the sizes from which
-on a model counts as big. All else that a process has of its machine is its ``Runtime`` (``cluster``).
+"""What no constructor takes, replaced for the time of one simulation: the engine's arithmetic, how long the coordinator
+computes what workers cannot, and the sizes from which on a model counts as big. All else that a process has of its
+machine is its ``Runtime`` (``cluster``).
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from tests.simulator.loop import HOST
 from tests.simulator.model import IntegerEngine
 
 from w5xde_async.coordinator.parameters import aggregator
+from w5xde_async.coordinator.sync import recomputation
+from w5xde_async.coordinator.sync.recomputation import Recomputation
 from w5xde_async.net import outbox
 from w5xde_async.worker import engine_source
 from w5xde_async.worker.executors import in_place
@@ -31,6 +36,8 @@ def in_virtual_world(seed: str, knobs: random.Random) -> Iterator[None]:
 
     try:
         put(engine_source, "Engine", IntegerEngine)
+        put(recomputation, "Engine", IntegerEngine)
+        put(Recomputation, "recompute", _slow(Recomputation.recompute))
         if knobs.random() < 0.5:  # results one by one, as those of a big model
             put(in_place, "_TOGETHER_BYTES", 0)
         if knobs.random() < 0.5:  # additions and updates in the aggregator's thread, as those of a big model
@@ -45,3 +52,16 @@ def in_virtual_world(seed: str, knobs: random.Random) -> Iterator[None]:
     finally:
         for step in reversed(undo):
             step()
+
+
+def _slow(recompute: Callable[..., Any]) -> Callable[..., Any]:
+    """On one CPU it may take longer than a worker's lease may."""
+
+    async def slowly(self: Recomputation, *args: Any) -> Any:
+        host = HOST.get()
+        assert host is not None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._given_up.wait(), host.random.choice([0.0, 1.0, 12.0]))
+        return await recompute(self, *args)
+
+    return slowly

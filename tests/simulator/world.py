@@ -93,26 +93,35 @@ class SmallBuckets(CoordinatorConfig):
         object.__setattr__(self, "bucket_bytes", BUCKET_BYTES)
 
 
+#: Of a simulation: workers that have several ranks, or a sample that none of them can compute.
+KINDS = ("", "islands", "curses")
+
+
 class World(Checks):
     """The state of one simulation."""
 
     def __init__(
-        self, seed: int, mode: str, root: Path, *, focus: tuple[str, ...] = (), islands: bool = False,
+        self, seed: int, mode: str, root: Path, *, focus: tuple[str, ...] = (), kind: str = "",
         verbose: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(f"{seed}/{mode}", root, verbose=verbose)
-        self.seed, self.mode, self.focus, self.islands = seed, mode, focus, islands
+        self.seed, self.mode, self.focus, self.islands = seed, mode, focus, kind == "islands"
+        self.cursed = -1  # a sample that no worker can compute
         self.kinds = sorted(FAULTS)
         self.shape: Shape = self.random.choice(SHAPES)
         self.expected = expected_run(self.shape, BUCKET_BYTES)
         # Unjudged, buckets are added as they come; judged, a block at a time, and some are computed twice.
         norm_gate, audit_fraction = random.Random(f"{seed}/judging").choice([(0.0, 0.0), (6.0, 0.01), (6.0, 0.3)])
+        failures = 12
+        if kind == "curses":
+            drawn = random.Random(f"{seed}/curses")
+            failures, self.cursed = drawn.choice([1, 2]), drawn.randrange(self.shape.num_samples)
         self.config = SmallBuckets(
             norm_gate=norm_gate, audit_fraction=audit_fraction,
             host=ADDRESS[0], port=ADDRESS[1], token="simulated", heartbeat_s=1.0, silence_s=5.0, handshake_s=5.0,
             grace_s=self.random.choice([0.5, 3.0]), checkpoint_every=self.random.choice([1, 2, 3, 4, 50]),
             keep_checkpoints=self.random.choice([1, 2, 3]), durability=self.random.choice(["checkpoint", "journal"]),
-            max_leaf_failures=12, evaluate=False,
+            max_leaf_failures=failures, evaluate=False,
             bulk_threads=0,
             prefetch_leaves=self.random.choice([4, 64]), min_workers=self.random.choice([1, 1, 2]),
             pacing=PacingConfig(
@@ -129,6 +138,7 @@ class World(Checks):
         if host.offset_s:
             self.hit("clock a day off")
         host.offset_s += 2 * _DAY_S
+        host.cursed = self.cursed
         host.world = self  # type: ignore[attr-defined]
         return host
 
@@ -208,11 +218,11 @@ class World(Checks):
 
 
 def simulate(
-    seed: int, mode: str, schedule: Any, *, focus: tuple[str, ...] = (), islands: bool = False, verbose: bool = False
+    seed: int, mode: str, schedule: Any, *, focus: tuple[str, ...] = (), kind: str = "", verbose: bool = False
 ) -> Outcome:
-    """Run one seed; ``focus`` names the only faults that are to happen, with ``islands`` some workers are such."""
+    """Run one seed; ``focus`` names the only faults that are to happen, ``kind`` is one of KINDS."""
     root = Path(tempfile.mkdtemp(prefix=f"simulated-{seed}-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    world = World(seed, mode, root, focus=focus, islands=islands, verbose=verbose)
+    world = World(seed, mode, root, focus=focus, kind=kind, verbose=verbose)
     logger = logging.getLogger("w5xde_async")
     handler, level, propagate = _Errors(world), logger.level, logger.propagate
     logger.addHandler(handler)

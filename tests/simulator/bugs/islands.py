@@ -14,13 +14,13 @@ from w5xde_async.wire.messages import Result
 @bug(
     "island-first-done",
     "an island's lease is done when its head says so, whatever the other ranks have sent",
-    islands=True,
+    kind="islands",
 )
 def _first_done(put: Put) -> None:
     put(Island, "done", lambda self, session, done: None if session.rank else done)
 
 
-@bug("island-first-piece", "a slot is filled when the first rank's pieces of it have come", islands=True)
+@bug("island-first-piece", "a slot is filled when the first rank's pieces of it have come", kind="islands")
 def _first_piece(put: Put) -> None:
     real = Results._piece_arrived
 

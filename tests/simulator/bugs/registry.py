@@ -20,7 +20,7 @@ class Bug:
     text: str
     plant: Callable[[Put], None]
     faults: tuple[str, ...] = ()
-    islands: bool = False  # some workers are such
+    kind: str = ""  # of a simulation, as ``world.KINDS``
 
 
 BUGS: dict[str, Bug] = {}
@@ -31,11 +31,9 @@ RESTART = ("coordinator killed", "coordinator stopped in good order")
 POWER = ("coordinator without power", "coordinator dies while it writes")
 
 
-def bug(
-    name: str, text: str, *faults: str, islands: bool = False
-) -> Callable[[Callable[[Put], None]], Callable[[Put], None]]:
+def bug(name: str, text: str, *faults: str, kind: str = "") -> Callable[[Callable[[Put], None]], Callable[[Put], None]]:
     def register(plant: Callable[[Put], None]) -> Callable[[Put], None]:
-        BUGS[name] = Bug(text, plant, faults, islands)
+        BUGS[name] = Bug(text, plant, faults, kind)
         return plant
 
     return register

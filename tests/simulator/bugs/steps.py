@@ -49,6 +49,26 @@ def _stale_lease(put: Put) -> None:
     put(Ledger, "give_back", give_back)
 
 
+@bug(
+    "own-lease-overdue",
+    "a lease that the coordinator computes itself is taken from it when it takes long, and backed up",
+    "late joiner",
+    "worker killed",
+    kind="curses",
+)
+def _own_lease_overdue(put: Put) -> None:
+    def overdue(self: Ledger, now: float) -> Any:
+        current = next(iter(self._steps.values()), None)
+        held = () if current is None else current.leases.values()
+        return [grant for grant in held if self._is_overdue(grant, now) and not self._waits(grant)]
+
+    def unbacked(self: Ledger, lease: int) -> bool:
+        return lease not in self._audits and not self._slot(self._grants[lease]).contested
+
+    put(Ledger, "overdue", overdue)
+    put(Ledger, "unbacked", unbacked)
+
+
 @bug("no-requeue", "the leases of a worker that is lost are forgotten, not given out again", *LOST)
 def _no_requeue(put: Put) -> None:
     def lose(self: Ledger, worker: str, *, died: bool = True) -> Any:
