@@ -977,15 +977,17 @@ async def test_a_step_with_a_gradient_that_is_not_finite_is_skipped() -> None:
     assert f"step {STEPS} was skipped" in texts(events)
 
 
-async def test_too_many_such_steps_in_a_row_end_the_run() -> None:
+@pytest.mark.parametrize("codec", ["raw", "sign"])
+async def test_too_many_such_steps_in_a_row_end_the_run(codec: str) -> None:
     job, _ = nan_at({0, 2, 3, 4})
-    async with started(job, max_nonfinite_steps=2) as coordinator:
+    async with started(job, max_nonfinite_steps=2, update=UpdateConfig(codec=codec)) as coordinator:
         worker = asyncio.create_task(Worker(coordinator.address, job=job, config=QUICK_WORKER).run())
         with pytest.raises(NonFinite) as caught:
             await coordinator.wait()
         with pytest.raises(RunFailed, match="training diverges"):
             await worker
     assert (caught.value.step, caught.value.count) == (4, 2)
+    assert ("(--codec sign bears less of it" in str(caught.value)) is (codec == "sign")
 
 
 # -- checkpoints, evaluation, ends

@@ -31,7 +31,7 @@ from w5xde_async.coordinator.run.shutdown import Shutdown, ShutdownDeadline, dea
 from w5xde_async.coordinator.run.spec import Prepared
 from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.run_result import RunResult
-from w5xde_async.coordinator.training import NonFinite, Training
+from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import (
     DiskHangs,
     JobError,
@@ -603,7 +603,7 @@ class Coordinator:
                     await run.run(tasks)
                     training = run.training
                     if training.total_steps <= training.progress <= training.roster.contributions.steps_skipped:
-                        failure = NonFinite(training.progress, training.progress)  # nothing was learned
+                        failure = training.phase.nonfinite(training.progress, training.progress)  # nothing was learned
                     else:
                         await run.check_parameters()
                         failure = training.phase.lifecycle.failure

@@ -49,14 +49,16 @@ _MOST_SHOWN = 32  # sample indices in a warning
 
 
 class NonFinite(W5xdeError):
-    """Too many steps in a row had a non-finite gradient. Fields: ``step``, ``count``."""
+    """Too many steps in a row had a non-finite gradient. Fields: ``step``, ``count``. ``codec``: of the uplink, where
+    it keeps back most of each gradient."""
 
-    def __init__(self, step: int, count: int) -> None:
+    def __init__(self, step: int, count: int, codec: str = "") -> None:
         self.step, self.count = step, count
+        kept_back = f" (--codec {codec} bears less of it, and of momentum, than no codec does)" if codec else ""
         super().__init__(
             f"the gradient was not finite in {count} steps in a row, when the run was at step {step}: "
-            "training diverges; lower the learning rate, clip gradients at a smaller norm, or look at the data (or, "
-            "where not all workers can be trusted, at whose results were refused)"
+            f"training diverges; lower the learning rate{kept_back}, clip gradients at a smaller norm, or look at "
+            "the data (or, where not all workers can be trusted, at whose results were refused)"
         )
 
 
@@ -365,7 +367,12 @@ class Phase:
         if not finite:
             self._context.hooks.on_skip(step)
         if self._nonfinite >= self._context.checks.max_nonfinite_steps:
-            self.lifecycle.fail(NonFinite(step, self._nonfinite))
+            self.lifecycle.fail(self.nonfinite(step, self._nonfinite))
+
+    def nonfinite(self, step: int, count: int) -> NonFinite:
+        """What ends the run: ``count`` steps in a row were not finite."""
+        update = self._context.config.update
+        return NonFinite(step, count, update.codec if update.uplink_codec.needs_feedback else "")
 
     def may_lease(self) -> bool:
         """Whether leases are given: nothing has failed, and enough workers have come to begin."""

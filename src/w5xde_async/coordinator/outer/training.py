@@ -24,7 +24,6 @@ from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.parameters.step_reports import StepReports
 from w5xde_async.coordinator.training import (
     Commit,
-    NonFinite,
     Phase,
     RunContext,
     lease_terms,
@@ -312,7 +311,7 @@ class OuterTraining:
             return  # with nearly every step; nobody else need be looked at
         counts = [self._skipped.get(one, 0) for one in {*self.roster.present, worker}]
         if all(counts) and sum(counts) >= self.context.checks.max_nonfinite_steps:
-            self.lifecycle.fail(NonFinite(self.progress, sum(counts)))
+            self.lifecycle.fail(self.phase.nonfinite(self.progress, sum(counts)))
 
     async def _commit(self, fragment: int) -> None:
         waited = self.context.clock() - self._last_commit
