@@ -118,10 +118,11 @@ def sizes(job: Job, workers: int, *, grows: bool = False) -> list[int]:
     and the job's own. ``grows``: of the others only those that a batch which grows can have, two whole leaves at least.
     Raises UsageError where a step has no leaf for each worker."""
     each = _step_samples(job) // job.accumulate_grad_batches
+    fewer = "fewer --workers, or " if each > 1 else ""  # there are two at least
     need(
         each >= workers,
-        f"a step of {_step_samples(job)} samples has no leaf for each of {workers} workers; give --workers, or a "
-        "larger batch_size",
+        f"a step of {_step_samples(job)} samples has no leaf for each of {workers} workers; give {fewer}a larger "
+        "batch_size, or a dataset of more samples",
     )
     tried = {each, *(-(-each // (workers * leaves)) for leaves in _LEAVES)}
     if grows:
