@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from tests.support.events import committed
 
 from w5xde_async.errors import StoreError
 from w5xde_async.store.filesystem import FencedFilesystem, Filesystem
+from w5xde_async.telemetry import recorder as recorder_module
 from w5xde_async.telemetry.events import Evaluated, Event, RunStarted, StepCommitted, Warned
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.telemetry.records import dated_line, number, to_line, to_record
@@ -262,7 +264,8 @@ def test_a_file_that_a_successor_puts_there_while_it_is_opened_stays_his(tmp_pat
     assert path.read_text() == "the successor's\n"
 
 
-def test_a_file_that_was_taken_over_while_it_is_gone_through_is_not_rewritten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [1, 2], ids=["while it is opened", "while it is read"])
+def test_a_file_that_was_taken_over_before_it_is_cut_is_not_cut(before: int, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, step(1), step(3)).close()
     kept = path.read_bytes()
@@ -270,7 +273,7 @@ def test_a_file_that_was_taken_over_while_it_is_gone_through_is_not_rewritten(tm
 
     def check() -> None:
         looks.append("")
-        if len(looks) > 1:
+        if len(looks) > before:
             raise StoreError(str(path), "was taken over")
 
     write(path, step(2), resumed_step=1, filesystem=FencedFilesystem(Filesystem(), check)).close()
@@ -295,6 +298,87 @@ def test_a_whole_file_is_not_rewritten(tmp_path: Path) -> None:
     write(path, step(2), resumed_step=1).close()
     assert path.stat().st_ino == inode
     assert [record["step"] for record in read(path)] == [1, 2]
+
+
+def test_of_a_long_file_a_resume_reads_the_end_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint waits for it: of a million steps all lines would take a minute. What stays of the end stays in its
+    place, and what only the journal has is added once."""
+    path, read_bytes = tmp_path / "metrics.jsonl", [0]
+
+    class Counted(FileIO):
+        def readinto(self, buffer: Any) -> int:
+            read_bytes[0] += (count := super().readinto(buffer) or 0)
+            return count
+
+    def counted(path: Path, mode: str, **_: Any) -> io.BufferedReader:
+        assert mode == "rb"
+        return io.BufferedReader(Counted(path), buffer_size=256)
+
+    monkeypatch.setattr(recorder_module, "open", counted, raising=False)
+    monkeypatch.setattr(recorder_module, "_BLOCK_BYTES", 700)
+    lines = [to_line({"event": "step_committed", "step": known, "pad": "x" * 200}) for known in range(1, 1001)]
+    lines[995:995] = [to_line({"event": "evaluated", "step": 994}), to_line({"event": "warned", "text": "y" * 2000})]
+    lines[998:998] = [to_line({"event": "warned", "text": "z"})]
+    path.write_text("".join(lines) + '{"event": "step_comm')
+    replayed = [{"event": "step_committed", "step": known} for known in (993, 994, 995, 996)]
+    path.write_text(path.read_text().replace(lines[993], ""))  # of the step 994
+    write(path, step(997), resumed_step=996, replayed=replayed).close()
+    assert [(line["event"], line.get("step")) for line in read(path)[992:]] == [
+        ("step_committed", 993), ("step_committed", 995), ("evaluated", 994), ("warned", None), ("step_committed", 996),
+        ("warned", None), ("step_committed", 994), ("step_committed", 997),
+    ]  # fmt: skip
+    assert read_bytes[0] < 10_000 < path.stat().st_size / 10
+
+
+@given(
+    known=st.lists(st.sampled_from([None, b"x" * 9, b"", b"\r", b"[1]"]), max_size=30),
+    torn=st.binary(max_size=9),
+    resumed=st.integers(0, 9),
+    block=st.integers(1, 99),
+)
+def test_what_is_cut_off_is_what_is_done_again(known: list[Any], torn: bytes, resumed: int, block: int) -> None:
+    """As by a look at every line; a step is in no line before the one before it."""
+    torn, last = torn.replace(b"\n", b""), 0
+    lines = list[bytes]()
+    for one in known:
+        if one is None:  # a step
+            last, one = last + 1, b'{"event": "step_committed", "step": %d}' % (last + 1)
+            lines += [b'{"event": "evaluated", "step": %d}' % max(1, last - 1)]
+        lines.append(one)
+    whole = [line + b"\n" for line in lines]
+
+    def stays(line: bytes) -> bool:
+        return not line.startswith(b"{") or json.loads(line)["step"] <= resumed
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recorder_module, "_BLOCK_BYTES", block)
+        data = b"".join(whole) + torn
+        end = recorder_module._redone(io.BytesIO(data), resumed, [])
+    assert data[: end.begins] + b"".join(end.stays) == b"".join(filter(stays, whole))
+
+
+def test_what_stays_of_a_cut_end_survives_a_disk_that_is_full_at_first(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, step(1), step(2), Warned(text="kept")).close()
+    full = [True]
+
+    class File(FileIO):
+        def write(self, data: Any) -> int:
+            if full:
+                full.pop()
+                raise OSError(errno.ENOSPC, "full")
+            return super().write(data)
+
+    class Disk(Filesystem):
+        def append(self, path: Path) -> FileIO:
+            return File(path, "ab")
+
+    recorder = write(path, step(2, loss=0.25), resumed_step=1, filesystem=Disk())
+    assert [line["event"] for line in read(path)] == ["step_committed"]
+    recorder(step(3))
+    recorder.close()
+    kept = [("step_committed", 1), ("warned", None), ("step_committed", 3), ("dropped", None)]
+    assert [(line["event"], line.get("step")) for line in read(path)] == kept
 
 
 class FullDisk(FileIO):

@@ -3,26 +3,27 @@
 ``recorder(event)`` only appends to a bounded buffer; the thread writes at once, then rests for ``flush_s``: the next
 start counts the steps that were done from this file, and somebody has seen them on the screen. A line is whole or
 absent: what a failed or dying write left of one is cut off. On resume, records of steps after the resumed one go, for
-those steps are done again, and those that a journal has and the file has not are added. A full disk is named once and
-the run goes on; how many events were lost is recorded (``{"event": "dropped", "count": n}``) as soon as the disk takes
-lines again.
+those steps are done again, and those that a journal has and the file has not are added; of a long file only the end is
+read for that, for a checkpoint waits for it. A full disk is named once and the run goes on; how many events were lost
+is recorded (``{"event": "dropped", "count": n}``) as soon as the disk takes lines again.
 
 The worker command and the dashboard's link are not recorded: they may hold secrets.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
+
+import msgspec
 
 from w5xde_async.errors import StoreError
 from w5xde_async.store.failpoints import failpoint
@@ -33,6 +34,7 @@ from w5xde_async.telemetry.records import dated_line, number, read_records, to_l
 logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20
 
 
 class Recorder:
@@ -69,7 +71,9 @@ class Recorder:
         self._file: FileIO | None = None
         self._size = 0  # of the whole lines in the file
         self._named = False  # the file's name is on the disk
-        self._disk = threading.Lock()  # guards the three above; taken before _wake
+        self._resumed = False  # what will be done again was cut off
+        self._first = b""  # lines to be written before all others
+        self._disk = threading.Lock()  # guards the five above; taken before _wake
         self._thread: threading.Thread | None = None
         if flush_s is not None:
             self._thread = threading.Thread(target=self._write_on, name="w5xde-recorder", daemon=True)
@@ -142,16 +146,15 @@ class Recorder:
     def _append(self, data: bytes) -> None:
         self._filesystem.fence()  # raises where the file is another's
         if self._file is None or not is_at(self._file, self._path):  # or the run directory was made anew
-            if self._file is None:
-                _drop_redone(self._filesystem, self._path, self._resumed_step)
-            else:
+            if self._file is not None:
                 self._file.close()
             self._open()
             self._filesystem.fence()  # whoever took the run over since may have put there what was opened
         file = self._file
         assert file is not None
-        if self._replayed:
-            data = "".join(_lacking(self._path, self._replayed)).encode() + data
+        if not self._resumed:
+            self._cut_redone(file)
+        data = self._first + data
         left = memoryview(data)
         try:
             failpoint("metrics.append.before")
@@ -165,7 +168,15 @@ class Recorder:
                 file.truncate(self._size)
             raise
         self._size += len(data)
-        self._replayed = ()
+        self._first = b""
+
+    def _cut_redone(self, file: FileIO) -> None:
+        with open(self._path, "rb", opener=regular) as old:
+            end = _redone(old, self._resumed_step, self._replayed)
+        self._filesystem.fence()
+        file.truncate(end.begins)
+        self._size, self._resumed = end.begins, True
+        self._first = b"".join([*end.stays, *(to_line(record).encode() for record in end.lacks)])
 
     def _open(self) -> None:
         self._file, self._named = None, False
@@ -205,40 +216,64 @@ def recorded(path: Path, step: int) -> Recorded:
     return Recorded(last, finished, loss if loss is not None and math.isfinite(loss) else None)
 
 
-def _drop_redone(filesystem: Filesystem, path: Path, resumed_step: int) -> None:
-    """Rewrite the file without records of later steps and without a torn last line, if it has any."""
-    temporary = path.with_name(f".tmp-{path.name}-{os.urandom(4).hex()}")
-    try:
-        with open(path, "rb", opener=regular) as old:
-            if all(_stays(line, resumed_step) for line in old):
-                return
-            old.seek(0)
-            with temporary.open("xb") as new:
-                new.writelines(line for line in old if _stays(line, resumed_step))
-                new.flush()
-                os.fsync(new.fileno())
-        filesystem.rename(temporary, path)
-    except FileNotFoundError:
-        return
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+class _End(NamedTuple):
+    """Where records of later steps begin, or a torn last line; the lines that stay from there on, and the records that
+    are in no line."""
+
+    begins: int
+    stays: list[bytes]
+    lacks: list[Mapping[str, object]]
 
 
-def _lacking(path: Path, replayed: Sequence[Mapping[str, object]]) -> list[str]:
-    """The lines of those steps that the file does not have."""
-    wanted = {record["step"]: record for record in replayed}
-    for record in read_records(path):
-        if record.get("event") == "step_committed":
-            wanted.pop(record.get("step"), None)
-    return [to_line(record) for record in wanted.values()]
+class _Stepped(msgspec.Struct):
+    """All that is read of a line: the rest takes ten times as long."""
+
+    event: str = ""
+    step: int = 0
 
 
-def _stays(line: bytes, resumed_step: int) -> bool:
-    if not line.endswith(b"\n"):
-        return False
-    try:
-        step = json.loads(line).get("step", 0)
-        return not isinstance(step, int) or step <= resumed_step
-    except (ValueError, AttributeError):
-        return True  # not ours to judge; readers pass over it
+_stepped = msgspec.json.Decoder(_Stepped)
+
+
+def _redone(file: BinaryIO, resumed_step: int, replayed: Sequence[Mapping[str, object]]) -> _End:
+    """What a run that goes on at ``resumed_step`` does with the end of its file.
+
+    It is read backwards, up to a step before those in question: no record of a step is before the commit of the one
+    before it.
+    """
+    lacks = {record["step"]: record for record in replayed}
+    before = min([resumed_step + 1, *(step for step in lacks if isinstance(step, int))])
+    lines = _backwards(file)
+    begins, _ = next(lines, (0, b""))  # what follows the last line's end
+    kept, stays = list[bytes](), 0
+    for at, line in lines:
+        try:
+            found = _stepped.decode(line)
+        except ValueError:
+            found = _Stepped()  # not ours to judge; readers pass over it
+        if found.step > resumed_step:
+            begins, stays = at, len(kept)
+            continue
+        kept.append(line)
+        if found.event == "step_committed":
+            if found.step < before:
+                break
+            lacks.pop(found.step, None)
+    return _End(begins, kept[:stays][::-1], list(lacks.values()))
+
+
+def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Where each line begins, and the line, from the last one on; first what follows the last line's end."""
+    at, rest = file.seek(0, os.SEEK_END), list[bytes]()  # of a line whose beginning was not read yet, backwards
+    while at:
+        begins = max(0, at - _BLOCK_BYTES)
+        file.seek(begins)
+        first, *others = file.read(at - begins).split(b"\n")
+        for piece in reversed(others):
+            at -= len(piece)
+            yield at, b"".join([piece, *reversed(rest)])
+            at, rest = at - 1, [b"\n"]
+        rest.append(first)
+        at = begins
+    if rest:
+        yield 0, b"".join(reversed(rest))
