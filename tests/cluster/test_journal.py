@@ -505,7 +505,7 @@ async def test_a_coordinator_whose_run_was_taken_over_ends_and_tells_nothing_mor
     bus = Bus()
     bus.subscribe(see)
     config = settings(durability=durability, checkpoint_every=4)
-    monkeypatch.setattr("w5xde_async.coordinator.run.shutdown.draw_loss", lambda _, path: path.write_text("drawn"))
+    monkeypatch.setattr("w5xde_async.coordinator.run.shutdown.draw_loss", lambda _, path, __: path.write_text("drawn"))
     monkeypatch.setattr("w5xde_async.coordinator.service.Recorder", partial(Recorder, flush_s=1000.0))  # opens it late
     async with Coordinator(jobs.mlp_sgd(), run_dir=run, config=config, bus=bus) as coordinator:
         worker = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER).run())

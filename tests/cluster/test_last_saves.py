@@ -6,7 +6,7 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 from tests.support import jobs
-from tests.support.cluster import QUICK_WORKER, Commits, settings
+from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 
 from w5xde_async import process as program
 from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD
@@ -127,6 +127,30 @@ async def test_a_disk_that_hangs_does_not_hold_a_stop_for_ever(
     assert any(isinstance(event, JournalFailed) for event in events) == (durability == "journal")
     (finished,) = [event for event in events if isinstance(event, RunFinished)]
     assert (finished.outcome, finished.model_path) == ("stopped", "")
+
+
+async def test_a_plot_that_takes_its_time_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread is left to itself, and puts no picture there when the directory may be another's."""
+    over, seen = threading.Event(), list[bool]()
+
+    def draw(metrics: Path, picture: Path, given_up: Callable[[], bool]) -> bool:
+        over.wait(60)
+        seen.append(given_up())
+        return False
+
+    monkeypatch.setattr(shutdown, "DRAWING_S", 0.05)
+    monkeypatch.setattr(shutdown, "draw_loss", draw)
+    events: list[Event] = []
+    try:
+        result = await train(jobs.metrics, run_dir=tmp_path / "run", events=events, max_steps=3)
+    finally:
+        over.set()
+    assert (result.outcome, result.metrics_path, result.plot_path) == (
+        "finished", tmp_path / "run" / "metrics.jsonl", None,
+    )  # fmt: skip
+    assert [event.text for event in events if isinstance(event, Warned)] == ["no plot: it was not drawn within 0 s"]
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert seen == [True]
 
 
 async def test_patience_is_shared_and_what_does_not_hang_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,14 @@ import math
 import os
 import re
 import sys
-import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from w5xde_async.telemetry import plot
@@ -115,28 +117,69 @@ def test_odd_records_and_names_are_passed_over(drawn: Any) -> None:
     drawn(line("step_committed", step=1, loss="nan"))
 
 
+def curve(values: Iterable[float]) -> plot._Curve:
+    made = plot._Curve()
+    for step, value in enumerate(values, 1):
+        made.add(step, value)
+    return made
+
+
 def test_a_spike_in_a_long_run_is_still_seen() -> None:
-    steps = np.arange(1.0, 1_000_001.0)
-    losses = np.ones_like(steps)
-    losses[123_456], losses[654_321], losses[777_777] = 50.0, -3.0, np.nan
-    began = time.process_time()
-    x, y = plot._thinned(steps, losses)
-    smooth = plot._smoothed(losses)
-    assert time.process_time() - began < 2
-    assert len(x) <= 2000
-    assert y.max() == 50.0
-    assert y.min() == -3.0
+    """And the run's length costs no memory: there are so many slices and no more."""
+    losses = np.ones(100_000)
+    losses[12_345], losses[65_432], losses[77_777] = 50.0, -3.0, np.nan
+    made = curve(losses.tolist())
+    assert 1000 <= len(made) <= 2000
+    x, y = made.extremes()
+    assert len(x) <= 4000
+    assert (x[y.argmax()], y.max()) == (12_346, 50.0)
+    assert (x[y.argmin()], y.min()) == (65_433, -3.0)
     assert (np.diff(x) > 0).all()
+    steps, totals, counts = made.means()
+    assert counts.sum() == 99_999
+    assert (np.diff(steps) > 0).all()
+    smooth = plot._smoothed(totals, counts)
     assert np.isfinite(smooth).all()
     assert 0.9 < smooth.min() <= smooth.max() < 1.1
-    assert len(plot._sampled(steps, smooth)[0]) == 1000
+
+
+@given(
+    steps=st.sets(st.integers(1, 60), min_size=1), most=st.integers(1, 20), sparse=st.integers(1, 1000),
+    again=st.integers(1, 60),
+)  # fmt: skip
+def test_slices_hold_what_the_steps_hold(steps: set[int], most: int, sparse: int, again: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plot, "_MOST_SLICES", most)
+        made = plot._Curve()
+        for step in sorted(steps):
+            made.add(step * sparse, float(step % 7))
+        assert len(made) <= most
+        _, totals, counts = made.means()
+        assert (totals.sum(), counts.sum()) == (sum(step % 7 for step in steps), len(steps))
+        x, y = made.extremes()
+        assert {*zip(x.tolist(), y.tolist(), strict=True)} <= {(step * sparse, step % 7) for step in steps}
+        assert (y.min(), y.max()) == (min(step % 7 for step in steps), max(step % 7 for step in steps))
+        made.add(again * sparse, 9.0)  # done again, with all after it
+        x, y = made.extremes()
+        assert made._width > 1 or (x[-1], y[-1]) == (again * sparse, 9.0)
 
 
 def test_smoothing_leaves_a_straight_line_alone() -> None:
     line_ = np.arange(1000.0)
-    smooth = plot._smoothed(line_)
+    smooth = plot._smoothed(line_, np.ones(1000))
     assert np.allclose(smooth[5:-5], line_[5:-5])
     assert np.abs(smooth - line_).max() < 5
+
+
+def test_who_has_given_up_gets_no_picture(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(run(3))
+    for later in range(6):  # so many looks, and then
+        looks = iter([False] * later)
+        assert not draw_loss(metrics, tmp_path / "loss.png", lambda looks=looks: next(looks, True))  # type: ignore[misc]
+    assert list(tmp_path.iterdir()) == [metrics]
+    assert caplog.records == []
+    assert draw_loss(metrics, tmp_path / "loss.png", lambda: False)
 
 
 def test_without_matplotlib_the_run_goes_on(

@@ -1,24 +1,29 @@
 """``metrics.jsonl`` as a picture: loss over steps, raw and smoothed, and what evaluations found.
 
-Any length of run costs the same to draw: the raw loss is cut to the lowest and highest value of each slice of
-steps, so no spike is lost. Metrics with "loss" in their name share the loss's axis, others have their own on the
-right. Blocking: callers run it in an executor or after the run. matplotlib is an extra; without it nothing is drawn.
+A run of any length takes the same memory: the file is read once, into slices of as many steps each, and of each slice
+the lowest and the highest loss are drawn, so no spike is lost. Metrics with "loss" in their name share the loss's axis,
+others have their own on the right. Blocking: callers run it in an executor or after the run. matplotlib is an extra;
+without it nothing is drawn.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from w5xde_async.errors import in_one_line
-from w5xde_async.telemetry.records import number, read_records
+from w5xde_async.store.filesystem import regular
+from w5xde_async.telemetry.records import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_SLICES = 1000
-_SMOOTHING = 0.02  # of the run, on each side of a step
+_MOST_SLICES = 2000
+_SMOOTHING = 0.02  # of the run, on each side of a slice
 _MARKED_POINTS = 40
 _LOG_FROM_RATIO = 50.0
 _MOST_METRICS, _MOST_NAMED, _MOST_CHARACTERS = 10, 4, 30  # more, and there is no room for the curves
@@ -38,18 +43,99 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)
+class _Slice:
+    """Some steps in a row. ``low`` and ``high`` are values with their steps; what is no number is not counted."""
+
+    first: int
+    last: int
+    low: tuple[float, int]
+    high: tuple[float, int]
+    total: float
+    count: int
+
+    @classmethod
+    def of(cls, step: int, value: float) -> _Slice:
+        if not math.isfinite(value):
+            return cls(step, step, (math.inf, step), (-math.inf, step), 0.0, 0)
+        return cls(step, step, (value, step), (value, step), value, 1)
+
+    def take(self, later: _Slice) -> None:
+        self.last, self.low, self.high = later.last, min(self.low, later.low), max(self.high, later.high)
+        self.total, self.count = self.total + later.total, self.count + later.count
+
+
+class _Curve:
+    """Values over steps, in a bounded number of slices; each step has its own while that is enough."""
+
+    def __init__(self) -> None:
+        self._slices = list[_Slice]()
+        self._width = 1
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+    def add(self, step: int, value: float) -> None:
+        slices, one = self._slices, _Slice.of(step, value)
+        while slices and slices[-1].first >= step:  # done again: it counts as it was done last
+            slices.pop()
+        self._append(slices, one)
+        while len(self._slices) > _MOST_SLICES:
+            self._width *= 2
+            narrower, self._slices = self._slices, []
+            for one in narrower:
+                self._append(self._slices, one)
+
+    def _append(self, slices: list[_Slice], one: _Slice) -> None:
+        if slices and slices[-1].first // self._width == one.first // self._width:
+            slices[-1].take(one)
+        else:
+            slices.append(one)
+
+    def means(self) -> tuple[Floats, Floats, Floats]:
+        """Of each slice its middle, the sum of its values and their number."""
+        found = [((one.first + one.last) / 2, one.total, one.count) for one in self._slices]
+        steps, totals, counts = np.array(found, dtype=np.float64).T
+        return steps, totals, counts
+
+    def extremes(self) -> tuple[Floats, Floats]:
+        """Of each slice its lowest and its highest value, in their order; NaN where it has none."""
+        points = list[tuple[int, float]]()
+        for one in self._slices:
+            values = {one.low, one.high} if one.count else {(math.nan, one.first)}
+            points += sorted((step, value) for value, step in values)
+        steps, found = np.array(points, dtype=np.float64).T
+        return steps, found
+
+
+@dataclass(slots=True)
 class _History:
-    losses: dict[int, float] = field(default_factory=dict)
-    metrics: dict[str, dict[int, float]] = field(default_factory=dict)
+    losses: _Curve = field(default_factory=_Curve)
+    metrics: dict[str, _Curve] = field(default_factory=dict)  # the first of them
+    more_metrics: set[str] = field(default_factory=set)
     resumed: set[int] = field(default_factory=set)
     run_name: str = ""
 
 
-def draw_loss(metrics_path: Path, plot_path: Path) -> bool:
+class _Record(msgspec.Struct):
+    """What is drawn of a line: to read all of it takes ten times as long."""
+
+    event: Any = None
+    step: Any = None
+    loss: Any = None
+    metrics: msgspec.Raw = msgspec.Raw()
+    run_name: Any = ""
+    resumed_step: Any = 0
+
+
+_record = msgspec.json.Decoder(_Record)
+
+
+def draw_loss(metrics_path: Path, plot_path: Path, given_up: Callable[[], bool] = lambda: False) -> bool:
     """Draw the run recorded in ``metrics_path`` to ``plot_path``, in one step; True when a picture was written.
 
     False, with one logged line that says why: matplotlib is not installed or fails, there is no step to draw, or a
-    file cannot be read or written. Nothing is raised: what a run has come to does not depend on its picture.
+    file cannot be read or written. Nothing is raised: what a run has come to does not depend on its picture. Once
+    ``given_up`` it ends soon, False, and puts none there.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -67,7 +153,9 @@ def draw_loss(metrics_path: Path, plot_path: Path) -> bool:
     # The temporary name keeps the suffix, which chooses the format.
     temporary = plot_path.with_name(f".tmp-{os.urandom(4).hex()}-{plot_path.name}")
     try:
-        history = _read(metrics_path)
+        history = _read(metrics_path, given_up)
+        if given_up():
+            return False
         if not history.losses:
             logger.warning("no plot: no step is recorded in %s", metrics_path)
             return False
@@ -76,6 +164,8 @@ def draw_loss(metrics_path: Path, plot_path: Path) -> bool:
         FigureCanvasAgg(figure)
         _draw(figure, history)
         figure.savefig(temporary)
+        if given_up():
+            return False
         os.replace(temporary, plot_path)
     except OSError as error:
         logger.warning("no plot: %s: %s", error.filename or plot_path, error.strerror or error)
@@ -89,46 +179,58 @@ def draw_loss(metrics_path: Path, plot_path: Path) -> bool:
     return True
 
 
-def _read(path: Path) -> _History:
+def _read(path: Path, given_up: Callable[[], bool]) -> _History:
     history = _History()
-    for record in read_records(path):
-        kind, step = record.get("event"), record.get("step")
-        if kind == "step_committed" and isinstance(step, int):
-            history.losses[step] = number(record.get("loss"))  # a step done again counts as it was done last
-        elif kind == "evaluated" and isinstance(step, int):
-            for name, value in (record.get("metrics") or {}).items():
-                history.metrics.setdefault(name, {})[step] = number(value)
-        elif kind == "run_started":
-            history.run_name = str(record.get("run_name", ""))
-            if isinstance(resumed := record.get("resumed_step"), int) and resumed > 0:
-                history.resumed.add(resumed)
+    with open(path, "rb", opener=regular) as file:
+        for line in file:
+            if given_up():
+                break
+            with suppress(ValueError):  # torn, or not ours
+                _note(history, _record.decode(line))
     return history
+
+
+def _note(history: _History, record: _Record) -> None:
+    kind, step = record.event, record.step
+    if kind == "step_committed" and isinstance(step, int):
+        history.losses.add(step, number(record.loss))
+    elif kind == "evaluated" and isinstance(step, int):
+        for name, value in (msgspec.json.decode(record.metrics) or {}).items():
+            if name in history.metrics or len(history.metrics) < _MOST_METRICS:
+                history.metrics.setdefault(name, _Curve()).add(step, number(value))
+            else:
+                history.more_metrics.add(name)
+    elif kind == "run_started":
+        history.run_name = str(record.run_name)
+        if isinstance(resumed := record.resumed_step, int) and resumed > 0:
+            history.resumed.add(resumed)
 
 
 def _draw(figure: Figure, history: _History) -> None:
     axes = figure.add_subplot()
-    steps, losses = _series(history.losses)
-    smooth = _smoothed(losses)
+    steps, totals, counts = history.losses.means()
+    smooth = _smoothed(totals, counts)
+    each = history.losses.extremes()
     marker = "o" if len(steps) <= _MARKED_POINTS else ""
     label = "loss"
     if _reach(len(steps)):
-        axes.plot(*_thinned(steps, losses), color=_LOSS_COLOR, alpha=0.3, linewidth=0.8, label="loss, each step")
+        axes.plot(*each, color=_LOSS_COLOR, alpha=0.3, linewidth=0.8, label="loss, each step")
         label = "loss, smoothed"
-    axes.plot(*_sampled(steps, smooth), color=_LOSS_COLOR, linewidth=2, marker=marker, markersize=3, label=label)
+    axes.plot(steps, smooth, color=_LOSS_COLOR, linewidth=2, marker=marker, markersize=3, label=label)
     _dress(axes, "loss", shown="left")
     axes.set_xlabel("step", color=_INK)
     axes.set_title(_literal(history.run_name), loc="left", color=_INK, fontsize=11, fontweight="bold")
     axes.grid(visible=True, color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     low, high = _range(smooth)
-    if low > 0 and high / low > _LOG_FROM_RATIO and np.nanmin(losses) > 0:
+    if low > 0 and high / low > _LOG_FROM_RATIO and np.nanmin(each[1]) > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if len(steps) == 1:
         axes.set_xlim(steps[0] - 1, steps[0] + 1)
     for index, step in enumerate(sorted(history.resumed)):
         axes.axvline(step, color=_INK, alpha=0.4, linewidth=1, linestyle=":", label="" if index else "resumed")
-    right = _draw_metrics(axes, history.metrics)
+    right = _draw_metrics(axes, history.metrics, len(history.more_metrics))
     handles, labels = axes.get_legend_handles_labels()
     if right is not None:
         more = right.get_legend_handles_labels()
@@ -144,24 +246,23 @@ def _draw(figure: Figure, history: _History) -> None:
     )
 
 
-def _draw_metrics(axes: Axes, metrics: dict[str, dict[int, float]]) -> Axes | None:
+def _draw_metrics(axes: Axes, metrics: dict[str, _Curve], left_out: int) -> Axes | None:
     """The evaluations; the result is the right-hand axis, if one was needed."""
     right: Axes | None = None
-    drawn = list(metrics.items())[:_MOST_METRICS]
-    others = [name for name, _ in drawn if "loss" not in name.lower()]
-    for index, (name, values) in enumerate(drawn):
+    others = [name for name in metrics if "loss" not in name.lower()]
+    for index, (name, curve) in enumerate(metrics.items()):
         target = axes
         if name in others:
             right = right or axes.twinx()
             target = right
-        steps, found = _series(values)
+        steps, totals, counts = curve.means()
+        found = np.where(counts > 0, totals / np.maximum(counts, 1), np.nan)
         color = _METRIC_COLORS[index % len(_METRIC_COLORS)]
         marker = "o" if len(steps) <= _MARKED_POINTS else ""
         target.plot(
             steps, found, color=color, linewidth=1.6, marker=marker, markersize=4, label=f"{_short(name)}, evaluated"
         )
     if right is not None:
-        left_out = len(metrics) - len(drawn)
         names = ", ".join(map(_short, others[:_MOST_NAMED])) + (", ..." if len(others) > _MOST_NAMED else "")
         _dress(right, names + (f" ({left_out} more in metrics.jsonl)" if left_out else ""), shown="right")
     return right
@@ -186,47 +287,24 @@ def _short(name: str) -> str:
     return _literal(name if len(name) <= _MOST_CHARACTERS else name[: _MOST_CHARACTERS - 3] + "...")
 
 
-def _series(values: dict[int, float]) -> tuple[Floats, Floats]:
-    steps = sorted(values)
-    return np.array(steps, dtype=np.float64), np.array([values[step] for step in steps], dtype=np.float64)
+def _reach(num_slices: int) -> int:
+    """How many slices on each side the smoothed loss takes in."""
+    return int(num_slices * _SMOOTHING)
 
 
-def _reach(num_steps: int) -> int:
-    """How many steps on each side the smoothed loss takes in."""
-    return int(num_steps * _SMOOTHING)
-
-
-def _smoothed(values: Floats) -> Floats:
-    """The mean of a window around each value, narrower at the ends; values that are no number are left out."""
-    half = _reach(len(values))
-    finite = np.isfinite(values)
-    sums = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
-    counts = np.concatenate(([0], np.cumsum(finite)))
+def _smoothed(totals: Floats, counts: Floats) -> Floats:
+    """The mean of a window around each slice, narrower at the ends."""
+    half = _reach(len(totals))
+    sums = np.concatenate(([0.0], np.cumsum(totals)))
+    nums = np.concatenate(([0.0], np.cumsum(counts)))
     # As wide to the left as to the right, so that the curve does not lean at the ends; a little it must, or the
     # first and the last value would stand there unsmoothed.
-    index = np.arange(len(values))
+    index = np.arange(len(totals))
     reach = np.maximum(np.minimum(half, np.minimum(index, index[::-1])), half // 4)
-    low, high = np.maximum(index - reach, 0), np.minimum(index + reach + 1, len(values))
-    num = counts[high] - counts[low]
+    low, high = np.maximum(index - reach, 0), np.minimum(index + reach + 1, len(totals))
+    num = nums[high] - nums[low]
     mean: Floats = np.where(num > 0, (sums[high] - sums[low]) / np.maximum(num, 1), np.nan)
     return mean
-
-
-def _thinned(steps: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """Of each slice of steps its lowest and its highest value, in their order."""
-    if len(steps) <= 2 * _MAX_SLICES:
-        return steps, values
-    kept = []
-    for piece in np.array_split(np.arange(len(steps)), _MAX_SLICES):
-        finite = piece[np.isfinite(values[piece])]
-        if len(finite):
-            kept += sorted({int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])})
-    return steps[kept], values[kept]
-
-
-def _sampled(steps: Floats, values: Floats) -> tuple[Floats, Floats]:
-    index = np.unique(np.linspace(0, len(steps) - 1, _MAX_SLICES).round().astype(np.int64))
-    return steps[index], values[index]
 
 
 def _range(values: Floats) -> tuple[float, float]:

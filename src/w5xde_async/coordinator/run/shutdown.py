@@ -4,12 +4,13 @@ Workers are told first, unless the run is finished: a worker that is told so exi
 disk there may be steps to be done again. Everything at the end that may hang (the disk, a dataset's reads) shares one
 ``ShutdownDeadline``. When it has passed, the end goes on without what hangs, and the run fails with ``DiskHangs``. A
 thread that hangs stays. The programs end their process all the same; in an application that embeds the coordinator
-the thread is the caller's to bear.
+the thread is the caller's to bear. Only the plot has a time of its own: a run is what it is without one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -33,6 +34,8 @@ _SLOWEST_BYTES_S = 10e6
 LEAST_S = 1.0
 #: Checkpoint and journal hold parameters, two moments and a gradient; the model is written once more.
 _COPIES = 5
+#: A plot that takes longer is not waited for; of a million steps it takes some seconds.
+DRAWING_S = 30.0
 
 
 def deadline_s(grace_s: float, vector_bytes: int) -> float:
@@ -238,17 +241,28 @@ class Shutdown:
         run_dir, recorder = self._own_directory(problem), self._recorder
         if run_dir is None:
             return None, None
+        metrics_path, plot_path = run_dir.metrics_path, run_dir.plot_path
 
-        def write() -> tuple[Path | None, Path | None]:
-            drawn = False
+        def flush() -> bool:
             if recorder is not None:
                 recorder.flush()
-                drawn = draw_loss(run_dir.metrics_path, run_dir.plot_path)
-            there = run_dir.metrics_path.exists()  # unless somebody has deleted it
-            return run_dir.metrics_path if there else None, run_dir.plot_path if drawn else None
+            return metrics_path.exists()  # unless somebody has deleted it
 
-        writing = asyncio.get_running_loop().run_in_executor(None, write)
-        return await self._deadline.wait(writing, "the plot of the loss", run_dir.path) or (None, None)
+        loop = asyncio.get_running_loop()
+        there = await self._deadline.wait(loop.run_in_executor(None, flush), "metrics.jsonl", run_dir.path)
+        drawn = False
+        if recorder is not None and there is not None:
+            given_up = threading.Event()
+            drawing = loop.run_in_executor(None, draw_loss, metrics_path, plot_path, given_up.is_set)
+            try:
+                await asyncio.wait([drawing], timeout=DRAWING_S)
+            finally:
+                given_up.set()  # nothing is put there once the directory may be another's
+            if drawing.done():
+                drawn = drawing.result()
+            else:
+                self._bus.publish(Warned(text=f"no plot: it was not drawn within {DRAWING_S:.0f} s"))
+        return metrics_path if there else None, plot_path if drawn else None
 
     def _own_directory(self, problem: BaseException | None) -> RunDir | None:
         """Where results may be written; None where nothing is kept, nothing would end in time, or it is another's."""
