@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
+import threading
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -388,6 +390,33 @@ async def test_the_dashboard_of_a_coordinator(tmp_path: Path):
     assert [event.text for event in events if isinstance(event, Warned)] == []
     assert list((tmp_path / "run" / "tensorboard").iterdir())
     assert not [handler for handler in logging.getLogger("w5xde_async").handlers if "LogHandler" in repr(type(handler))]
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+async def test_a_disk_that_does_not_let_its_link_go_fails_no_run(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    over, unlink = threading.Event(), Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.name != "dashboard":
+            unlink(path, missing_ok=missing_ok)
+        elif how == "hangs":
+            over.wait(60)
+        else:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr("w5xde_async.coordinator.monitoring.outputs._REMOVING_S", 0.05 if how == "hangs" else 60.0)
+    config = settings(max_steps=2, dashboard="127.0.0.1:0")
+    try:
+        async with Coordinator(mlp_sgd(), run_dir=tmp_path / "run", config=config) as coordinator:
+            monkeypatch.setattr(Path, "unlink", refuse)
+            worker = asyncio.create_task(Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER).run())
+            result = await coordinator.wait()
+            await worker
+    finally:
+        over.set()
+    assert result.outcome == "finished"
 
 
 async def test_off_loopback_it_asks_for_a_token_that_no_record_holds(tmp_path: Path):

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from w5xde_async.telemetry.dashboard.view import LogHandler
 
 _LOGGER = "w5xde_async"
+_REMOVING_S = 5.0
 
 
 class Outputs:
@@ -103,7 +104,8 @@ class Outputs:
             await self._dashboard.aclose()
         loop = asyncio.get_running_loop()
         if self._link_file is not None:
-            await loop.run_in_executor(None, partial(self._link_file.unlink, missing_ok=True))
+            # Who finds it there finds nobody at its address: a disk that hangs or fails is for others to tell.
+            await asyncio.wait([loop.run_in_executor(None, _remove, self._link_file)], timeout=_REMOVING_S)
         if self._tracking is not None:
             await loop.run_in_executor(None, self._tracking.close)
 
@@ -155,6 +157,11 @@ class Outputs:
         self._leave += [self._bus.subscribe(one, samples=True, prompt=False) for one in (view, metrics)]
         self._handler = LogHandler(view, loop.call_soon_threadsafe)
         logging.getLogger(_LOGGER).addHandler(self._handler)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _import() -> None:
