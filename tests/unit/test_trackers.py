@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import posixpath
+import re
 import sys
 import threading
 import time
@@ -55,7 +57,7 @@ def test_fast_steps_share_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     tracking(STARTED)
     for step, at, loss in ((1, 0.1, 1.0), (2, 0.2, 2.0), (3, 0.7, 4.0), (4, 0.8, 8.0)):
         clock.now = at
-        tracking(committed(step, loss=loss))
+        tracking(committed(step, loss=loss, metrics={"acc": 10 * loss} if step != 3 else {}))
     tracking(Evaluated(step=3, metrics={"accuracy": 0.5, "worst": float("nan")}, seconds=0.1))
     tracking(FINISHED)
     tracking.close()
@@ -65,6 +67,7 @@ def test_fast_steps_share_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert "hush" not in str(begin)
     assert "secret command" not in str(begin)
     assert [(step, values.get("loss")) for step, values in rows] == [(1, 1.0), (3, 3.0), (3, None), (4, 8.0)]
+    assert [values.get("step/acc") for _, values in rows] == [10.0, 20.0, None, 80.0]
     assert rows[1][1]["samples_per_s"] == pytest.approx(20 / 0.6)
     assert rows[2][1] == {"evaluated/accuracy": 0.5}  # no tracker is given what is not a number
     assert end == "finished"
@@ -296,7 +299,7 @@ def test_mlflow_is_given_the_run(known: Any, monkeypatch: pytest.MonkeyPatch, tm
     for target, outcome in (("", "finished"), ("http://host:5000", "stopped"), ("", "failed")):
         tracker = TRACKERS["mlflow"](tmp_path / "run", target)
         tracker.begin("digits", {"codec": "raw", "long": "x" * 1000})
-        tracker.log(5, {"loss": 1.0, "rate": 2.0})
+        tracker.log(5, {"loss": 1.0, "rate@": 2.0})
         tracker.log(3, {"evaluated/accuracy": 0.5})  # an evaluation that comes late keeps its step
         tracker.end(outcome)
     files = (tmp_path / "run" / "mlflow").as_uri()
@@ -306,11 +309,26 @@ def test_mlflow_is_given_the_run(known: Any, monkeypatch: pytest.MonkeyPatch, tm
     ((run,), params), ((_, first)), ((_, second)), *_ = client.named("log_batch")
     assert run == "r1"
     assert params == {"params": [("codec", "raw"), ("long", "x" * 500)]}
-    assert [(key, value, step) for key, value, _, step in first["metrics"]] == [("loss", 1.0, 5), ("rate", 2.0, 5)]
+    assert [(key, value, step) for key, value, _, step in first["metrics"]] == [("loss", 1.0, 5), ("rate_", 2.0, 5)]
     assert [(key, value, step) for key, value, _, step in second["metrics"]] == [("evaluated/accuracy", 0.5, 3)]
     assert [told for told, _ in client.named("set_terminated")] == [
         ("r1", "FINISHED"), ("r1", "KILLED"), ("r1", "FAILED"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("step/acc@1", "step/acc_1"), ("evaluated/val loss (top-5)", "evaluated/val loss _top-5_"), ("loss", "loss"),
+        ("step/../../a//b/./c/", "step/a/b/c"), ("step/größe", "step/größe"),
+        ("step/" + "x" * 999, "step/" + "x" * 245),
+    ],
+)  # fmt: skip
+def test_names_that_mlflow_refuses(name: str, given: str):
+    """It would refuse the row, and the tracker would be left out: its rules are those of mlflow 3.17."""
+    assert trackers._for_mlflow(name) == given
+    assert re.match(r"^[/\w.\- ]*$", given)
+    assert posixpath.normpath(given) == given
 
 
 def test_trackio_is_given_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -1,10 +1,10 @@
 """The run for experiment trackers: ``--tracker tensorboard,mlflow:URI``.
 
 Rows go through a bounded queue to a thread for each tracker; what it cannot take is counted and left out, never waited
-for. Fast steps share a row: at most one every ``interval_s``, with the mean of their losses. A tracker that is not
-installed, that fails or that hangs is named once and left out; the run and the other trackers go on. Nothing leaves
-this machine unless the target says so: wandb writes offline, mlflow and trackio write files, and what these packages
-would tell their makers is switched off.
+for. Fast steps share a row: at most one every ``interval_s``, with the means of their losses and metrics. A tracker
+that is not installed, that fails or that hangs is named once and left out; the run and the other trackers go on.
+Nothing leaves this machine unless the target says so: wandb writes offline, mlflow and trackio write files, and what
+these packages would tell their makers is switched off.
 """
 
 from __future__ import annotations
@@ -128,12 +128,18 @@ class Mlflow(Tracker):
 
     def log(self, step: int, values: Values) -> None:
         now_ms = int(time.time() * 1000)
-        metrics = [self._metric(key, value, now_ms, step) for key, value in values.items()]
+        metrics = [self._metric(_for_mlflow(key), value, now_ms, step) for key, value in values.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
     def end(self, outcome: str) -> None:
         status = {"finished": "FINISHED", "failed": "FAILED"}.get(outcome, "KILLED")
         self._client.set_terminated(self._run, status)
+
+
+def _for_mlflow(name: str) -> str:
+    """A metric's name as mlflow takes it: it refuses other characters, what is no plain path, and long ones."""
+    parts = [part for part in name.split("/") if part.strip(".")]
+    return "/".join(re.sub(r"[^\w.\- ]" if os.name == "nt" else r"[^\w.\- :]", "_", part) for part in parts)[:250]
 
 
 class Trackio(Tracker):
@@ -296,9 +302,8 @@ class Tracking:
         parts = [text.partition(":") for text in names]
         self._lanes = [_Lane(TRACKERS[name](folder, target), clock) for name, _, target in parts]
         self._row_at = -math.inf
-        self._losses: list[float] = []
-        self._samples, self._since = 0, clock()
-        self._last: StepCommitted | None = None
+        self._steps: list[StepCommitted] = []  # since the last row
+        self._since = clock()
         self._report: RunReported | None = None
 
     @property
@@ -319,8 +324,8 @@ class Tracking:
             case RunStarted():
                 self._put(event)
             case RunFinished():
-                if self._last is not None and self._losses:
-                    self._row(self._last, self._clock())
+                if self._steps:
+                    self._row(self._clock())
                 self._put(event.outcome)
 
     def close(self) -> None:
@@ -332,27 +337,29 @@ class Tracking:
             lane.wait(max(ends - time.monotonic(), 0.0))
 
     def _committed(self, event: StepCommitted) -> None:
-        self._losses.append(event.loss)
-        self._samples += event.samples
-        self._last, now = event, self._clock()
+        self._steps.append(event)
+        now = self._clock()
         if now - self._row_at >= self._interval_s:
-            self._row(event, now)
+            self._row(now)
 
-    def _row(self, event: StepCommitted, now: float) -> None:
-        loss = sum(self._losses) / len(self._losses)
-        values = {"loss": loss, "learning_rate": event.learning_rate, "num_workers": float(event.num_workers)}
+    def _row(self, now: float) -> None:
+        steps, self._steps = self._steps, []
+        last, found = steps[-1], dict[str, list[float]]()
+        for step in steps:
+            for name, value in (("loss", step.loss), *((f"step/{key}", one) for key, one in step.metrics.items())):
+                found.setdefault(name, []).append(value)
+        values = {name: sum(each) / len(each) for name, each in found.items()}
+        values |= {"learning_rate": last.learning_rate, "num_workers": float(last.num_workers)}
         if now > self._since:
-            values["samples_per_s"] = self._samples / (now - self._since)
-        if event.gradient_norm is not None:
-            values["gradient_norm"] = event.gradient_norm
-        values |= {f"step/{name}": value for name, value in event.metrics.items()}
+            values["samples_per_s"] = sum(step.samples for step in steps) / (now - self._since)
+        if last.gradient_norm is not None:
+            values["gradient_norm"] = last.gradient_norm
         if self._report is not None:
             values["network/sent_bytes"] = float(self._report.bytes_sent)
             values["network/received_bytes"] = float(self._report.bytes_received)
             values["leaves_in_vain"] = float(self._report.leaves_in_vain)
         self._row_at = self._since = now
-        self._losses, self._samples = [], 0
-        self._put(_Row(event.step, values))
+        self._put(_Row(last.step, values))
 
     def _put(self, item: RunStarted | _Row | str) -> None:
         for lane in self._lanes:
