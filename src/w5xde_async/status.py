@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from socket import SHUT_RDWR
 from typing import Any
@@ -37,7 +38,7 @@ _PATIENCE_S = 15.0  # while watching, nobody may answer for so long
 _AGAIN_S = 1.0  # so long between attempts
 _SILENT_S = 40.0  # a dashboard says something every 15 s
 _ENDED = ("finished", "stopped", "failed")
-_MOST_BYTES = 16 << 20
+_MOST_BYTES = 64 << 20  # of one answer: two thousand workers with their timelines are a quarter of that
 _SHOWN = ("run", "status", "workers")
 _DISPENSABLE = (
     "data from",
@@ -94,9 +95,13 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
     try:
         given = parser(prog).read(sys.argv[1:] if arguments is None else arguments)
         interval_s = _INTERVAL.value_at("--interval", given.interval)
+        need(not (given.json and given.watch), "--json prints once: leave out --watch")
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a name may have what the terminal's encoding has not
         dashboard = _Dashboard(_of_server(given.server)) if given.server else _of_run(given.run_dir)
         if given.json:
-            print(json.dumps(dashboard.read()))  # noqa: T201 - the answer that was asked for
+            sys.stdout.write(json.dumps(dashboard.read()) + "\n")
+            sys.stdout.flush()
         elif given.watch:
             _watch(dashboard, interval_s)
         else:
@@ -104,6 +109,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
     except W5xdeError as error:
         sys.stderr.write(f"{prog}: {wording.clean(str(error))}\n")
         return error.exit_code
+    except BrokenPipeError:  # "| head" has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return ExitCode.OK
     return ExitCode.OK
@@ -281,9 +288,10 @@ class _Dashboard:
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
-        if answer.status in (401, 403):
+        if answer.status in (401, 403, 503):
             body = answer.read(_MOST_BYTES).decode(errors="replace")
-            raise _Denied(f"the dashboard says: {body.strip()[:200] or f'{answer.status} {answer.reason}'}")
+            said = f"the dashboard says: {body.strip()[:200] or f'{answer.status} {answer.reason}'}"
+            raise ValueError(said) if answer.status == 503 else _Denied(said)  # that many look at it already
         if answer.status != 200:
             raise ValueError(f"it answers {answer.status} {answer.reason}: no dashboard of this project?")
         return answer
@@ -481,7 +489,8 @@ class _Screen:
     @property
     def live(self) -> bool:
         """Whether what was shown can be replaced."""
-        return self._console is not None and self._console.is_terminal
+        console = self._console
+        return console is not None and console.is_terminal and not console.is_dumb_terminal
 
     def show(self, found: dict[str, Any]) -> None:
         if self._console is not None:

@@ -10,7 +10,7 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -357,6 +357,59 @@ async def test_a_slow_viewer_gets_a_snapshot_in_place_of_what_it_missed():
     await watching.aclose()
 
 
+async def test_who_comes_while_a_snapshot_is_not_made_yet_shares_it_and_has_nothing_twice():
+    """Of two thousand workers it takes more than a second of the run's event loop."""
+    view, wall = view_of(STARTED)
+    asked: list[Any] = []
+    feed = Feed(view, soon=asked.append)
+    watching = [feed.watch() for _ in range(3)]
+    coming = [asyncio.create_task(anext(one)) for one in watching]
+    while len(asked) < 3:  # noqa: ASYNC110 - tasks that begin
+        await asyncio.sleep(0)
+    for step in (1, 2):
+        wall.now += 1
+        view(committed(step))
+        feed.flush()
+    assert not any(task.done() for task in coming)
+    assert feed.num_viewers == 3
+    asked[0]()
+    first, *others = await asyncio.gather(*coming)
+    assert all(other is first or other == first for other in others)
+    assert [row[0] for row in parsed(first)[1]["series"]["rows"]] == [1, 2]
+    wall.now += 1
+    view(committed(3))
+    feed.flush()
+    asked[1]()  # nobody lacks one any more
+    for one in watching:
+        kind, update = parsed(await anext(one))
+        assert (kind, [row[0] for row in update["series"]]) == ("update", [3])
+        await one.aclose()
+    late = feed.watch()
+    coming = [asyncio.create_task(anext(late))]
+    while len(asked) < 4:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    view(FINISHED)
+    feed.close()  # whose turn does not come any more
+    assert parsed(await coming[0])[1]["status"]["state"] == "finished"
+    assert [data async for data in late] == []
+
+
+async def test_who_comes_to_a_snapshot_that_cannot_be_made_is_let_go(monkeypatch: pytest.MonkeyPatch):
+    view, _ = view_of(STARTED)
+    asked: list[Any] = []
+    feed = Feed(view, soon=asked.append)
+    watching = feed.watch()
+    coming = asyncio.create_task(anext(watching))
+    while not asked:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    monkeypatch.setattr(view, "snapshot", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        asked[0]()
+    with pytest.raises(StopAsyncIteration):
+        await coming
+    assert feed.num_viewers == 0
+
+
 @pytest.mark.parametrize("behind", [1, 7, 20])
 async def test_the_last_update_reaches_who_is_behind(behind: int):
     view, _ = view_of(STARTED)
@@ -473,6 +526,29 @@ async def test_who_asks_for_what_takes_long_to_make_before_it_is_begun_shares_it
 
 
 @pytest.mark.both_loops
+async def test_viewers_get_their_snapshot_when_its_turn_has_come_or_at_the_end(monkeypatch: pytest.MonkeyPatch):
+    async with served("", joined("a")) as (dashboard, view):
+        snapshot, made = view.snapshot, list[Any]()
+
+        def noted() -> Any:
+            made.append(snapshot())
+            return made[-1]
+
+        monkeypatch.setattr(view, "snapshot", noted)
+        dashboard._rests_until = asyncio.get_running_loop().time() + 60
+        coming = [await asyncio.open_connection("127.0.0.1", dashboard.port) for _ in range(5)]
+        for _, writer in coming:
+            writer.write(f"GET /events HTTP/1.1\r\nhost: 127.0.0.1:{dashboard.port}\r\n\r\n".encode())
+        while dashboard.feed.num_viewers < 5:
+            assert (await ask(dashboard, "/health"))[0] == 200
+        assert made == []
+    for reader, writer in coming:
+        await reader.readuntil(b"event: snapshot")
+        writer.transport.abort()
+    assert len(made) == 1
+
+
+@pytest.mark.both_loops
 async def test_an_answer_that_cannot_be_made_is_an_error_for_who_asked_alone(monkeypatch: pytest.MonkeyPatch):
     async with served("", joined("a")) as (dashboard, view):
         monkeypatch.setattr(view, "snapshot", lambda: 1 / 0)
@@ -561,14 +637,24 @@ async def test_a_viewer_that_goes_is_forgotten():
 async def test_a_connection_that_says_nothing_is_closed():
     async with served("hush") as (dashboard, _):
         silent = [await asyncio.open_connection("127.0.0.1", dashboard.port) for _ in range(3)]
+        kept = await asyncio.open_connection("127.0.0.1", dashboard.port)
+        for reader, writer in (silent[2], kept):
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            await reader.readuntil(b"}")
+        silent[2][1].write(b"GET /hea")  # the other is for uvicorn to close
         assert (await ask(dashboard, "/health"))[0] == 200
         now = asyncio.get_running_loop().time()
         dashboard.drop_idle(now)
         dashboard.drop_idle(now + 11.0)
         for reader, writer in silent:
-            assert await reader.read() == b""
+            with suppress(ConnectionResetError):  # what it has sent was not read
+                assert await reader.read() == b""
             writer.close()
-            await writer.wait_closed()
+            with suppress(ConnectionResetError):
+                await writer.wait_closed()
+        kept[1].write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await kept[0].readuntil(b"}")
+        kept[1].transport.abort()
         assert (await ask(dashboard, "/health"))[0] == 200
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import os
 import re
 import ssl
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -86,14 +89,50 @@ async def test_a_narrow_terminal_shows_fewer_columns_and_every_one_whole(
 
 
 async def test_without_rich_it_is_plain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "rich.console", None)
     async with served() as (dashboard, _):
         assert await run("--server", f"127.0.0.1:{dashboard.port}") == ExitCode.OK
     out, err = capsys.readouterr()
     assert "name-a" in out
     assert "w5xde-async[dashboard]" in err
+
+
+async def test_a_terminal_that_can_replace_nothing_shows_one_after_another(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for kind, live in (("xterm", True), ("dumb", False)):
+        monkeypatch.setenv("TERM", kind)
+        assert status._Screen().live == live
+
+
+@pytest.mark.parametrize("plain", [False, True])
+async def test_what_the_terminals_encoding_has_not_is_replaced(plain: bool, monkeypatch: pytest.MonkeyPatch):
+    if plain:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    async with served() as (dashboard, view):
+        view(joined("c", name="工人-1"))
+        assert await run("--server", dashboard.address) == ExitCode.OK
+    sys.stdout.flush()
+    assert b"??-1" in shown.getvalue()
+
+
+@pytest.mark.parametrize("how", [("--json",), ()])
+async def test_who_has_read_enough_is_no_fault(how: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        async with served() as (dashboard, _):
+            assert await run("--server", dashboard.address, *how) == ExitCode.OK
+
+
+async def test_a_dashboard_that_many_look_at_says_so(capsys: pytest.CaptureFixture[str]):
+    async with served() as (dashboard, _):
+        dashboard.feed._max_viewers = 0
+        assert await run("--server", dashboard.address, "--watch") == ExitCode.UNREACHABLE
+    assert "(the dashboard says: too many viewers)" in capsys.readouterr().err
 
 
 async def test_watching_ends_with_the_run(capsys: pytest.CaptureFixture[str]):
@@ -316,6 +355,7 @@ async def test_what_is_wrong_is_one_line(
         (["--interval"], ExitCode.USAGE, "status: --interval: expected one argument"),
         (["--json=yes"], ExitCode.USAGE, "--json takes no value"),
         (["--quux"], ExitCode.USAGE, "--quux"),
+        (["--json", "--watch"], ExitCode.USAGE, "leave out --watch"),
     ):
         assert await run(*arguments) == code, arguments
         said = capsys.readouterr().err

@@ -108,6 +108,12 @@ class Connection(H11Protocol):
     def _idle(self) -> Idle:
         return cast(State, self.server_state).idle
 
+    @property
+    def silent(self) -> bool:
+        """It has asked for nothing yet, or begun to ask for more, and uvicorn sets it no limit."""
+        done = self.cycle is None or self.cycle.response_complete
+        return done and self.timeout_keep_alive_task is None
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override, unused-ignore]
         super().connection_made(transport)
         peer: Any = transport.get_extra_info("peername")

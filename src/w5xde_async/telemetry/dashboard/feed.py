@@ -1,14 +1,15 @@
 """Who watches: one bounded queue a viewer, filled with bytes that are encoded once for all.
 
 A viewer that does not keep up loses what waits for it and is given a new snapshot instead; nothing ever waits for a
-viewer, and none holds more than ``_MOST_WAITING`` updates.
+viewer, and none holds more than ``_MOST_WAITING`` updates. A snapshot may take a while to make: those who lack one get
+the same one, when the server's turn for it comes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from w5xde_async.telemetry.dashboard.view import View
 from w5xde_async.telemetry.records import plain_value
@@ -31,9 +32,14 @@ def sse(event: str, data: object, number: int) -> bytes:
 class Feed:
     """The viewers of one run. ``dropped`` counts updates that viewers have lost by being slow."""
 
-    def __init__(self, view: View, *, max_viewers: int = MOST_VIEWERS) -> None:
-        self._view, self._max_viewers = view, max_viewers
+    def __init__(
+        self, view: View, *, max_viewers: int = MOST_VIEWERS,
+        soon: Callable[[Callable[[], bytes]], object] = lambda make: make(),
+    ) -> None:  # fmt: skip
+        """``soon`` calls what it is given, once, whenever that may take a while; asked again before, not twice."""
+        self._view, self._max_viewers, self._soon = view, max_viewers, soon
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self._lacking: set[asyncio.Queue[bytes | None]] = set()  # of these, who waits for a snapshot
         self._number = 0
         self._snapshot: bytes | None = None
         self._closed = False
@@ -58,7 +64,7 @@ class Feed:
         if not self._viewers:
             return
         data = sse("update", update, self._number)
-        for queue in self._viewers:
+        for queue in self._viewers - self._lacking:
             if queue.full():
                 self._lose(queue)
             else:
@@ -73,12 +79,14 @@ class Feed:
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
         """A snapshot, then updates, until ``close`` or until the viewer goes."""
+        head = b"retry: 1000\n\n"
+        if self._closed:
+            yield head + self.snapshot()
+            return
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_WAITING)
-        snapshot = self.snapshot()  # before this queue is filled: it lacks nothing and has nothing twice
-        if not self._closed:
-            self._viewers.add(queue)
+        self._viewers.add(queue)
         try:
-            yield b"retry: 1000\n\n" + snapshot
+            self._ask(queue)
             while queue in self._viewers:
                 try:
                     async with asyncio.timeout(_KEEPALIVE_S):
@@ -89,25 +97,40 @@ class Feed:
                 if data is None:
                     return
                 if data:
-                    yield data
-                    continue
-                ended = None in _emptied(queue)
-                data = self.snapshot()
-                _emptied(queue)  # the snapshot holds what its own flush has just put there
-                yield data
-                if ended:
+                    yield head + data
+                    head = b""
+                elif None in _emptied(queue):
+                    yield head + self.snapshot()
                     return
+                else:
+                    self._ask(queue)
         finally:
             self._viewers.discard(queue)
+            self._lacking.discard(queue)
+
+    def _ask(self, queue: asyncio.Queue[bytes | None]) -> None:
+        """It is given a snapshot, and no update before."""
+        self._lacking.add(queue)
+        self._soon(self._give)
+
+    def _give(self) -> bytes:
+        data: bytes | None = None  # where it cannot be made, who waits for it is let go
+        try:
+            return (data := self.snapshot())
+        finally:
+            for queue in self._lacking:
+                queue.put_nowait(data)
+            self._lacking.clear()
 
     def close(self) -> None:
         """A last update, then the end for every viewer."""
         self.flush()
         self._closed = True
         for queue in self._viewers:
-            if queue.full():
+            if queue.full() or queue in self._lacking:
                 self._lose(queue)
             queue.put_nowait(None)
+        self._lacking.clear()
 
     def _lose(self, queue: asyncio.Queue[bytes | None]) -> None:
         """In place of what waits for a viewer: b"", for a new snapshot."""

@@ -122,7 +122,7 @@ class Dashboard:
         """
         self.host, self.port, self.moved = host, port, False
         self._shown = shown or host
-        self.feed = Feed(view, max_viewers=at_most(MOST_VIEWERS, 8))
+        self.feed = Feed(view, max_viewers=at_most(MOST_VIEWERS, 8), soon=partial(self._asked, "viewers"))
         self._most_requests = at_most(_MOST_REQUESTS, 4)
         self._view, self._metrics, self._token, self._ssl = view, metrics, token, ssl
         self._static: dict[str, tuple[bytes, str]] = {}
@@ -213,13 +213,15 @@ class Dashboard:
                     failed = True
 
     def drop_idle(self, now: float) -> None:
-        """Close connections that for ``_SILENT_S`` have asked for nothing, for which uvicorn would wait for ever, or
-        have taken next to nothing of what waits for them: it is held in memory for as long as they are open."""
+        """Close connections that for ``_SILENT_S`` have asked for nothing, or for half of something, for which uvicorn
+        would wait for ever, or have taken next to nothing of what waits for them: it is held in memory for as long as
+        they are open."""
         before, self._idle = self._idle, {}
-        for connection in [] if self._server is None else list(self._server.server_state.connections):
-            transport: Any = connection.transport  # type: ignore[union-attr, unused-ignore]
+        connections: list[Any] = [] if self._server is None else list(self._server.server_state.connections)
+        for connection in connections:
+            transport = connection.transport
             waiting = transport.get_write_buffer_size() if transport is not None else 0
-            if not waiting and getattr(connection, "cycle", None) is not None:
+            if not waiting and not connection.silent:
                 continue
             known, since = before.get(connection, (waiting, now))
             if waiting <= known - _LEAST_TAKEN or (waiting and not known):
@@ -245,11 +247,14 @@ class Dashboard:
     async def _made(self, what: str, make: Callable[[], bytes]) -> bytes:
         """An answer of milliseconds, begun after it was asked for. Thousands that are asked for at once hold up neither
         the run nor ``/health``: they get the same, and to make answers takes ``1 / _REST`` of the loop."""
+        return await asyncio.shield(self._asked(what, make))
+
+    def _asked(self, what: str, make: Callable[[], bytes]) -> asyncio.Task[bytes]:
         making = self._making.get(what)
         if making is None:
             making = self._making[what] = asyncio.create_task(self._make(what, make))
             making.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever asked may be gone
-        return await asyncio.shield(making)
+        return making
 
     async def _make(self, what: str, make: Callable[[], bytes]) -> bytes:
         loop = asyncio.get_running_loop()
