@@ -187,7 +187,10 @@ def size_bytes(text: str) -> int:
     found = _SIZE.fullmatch(text.strip())
     if found is None or (found[3] and not found[2]):
         raise ValueError("not a size")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " "))
+    size = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " ")
+    if math.isinf(size):
+        raise ValueError("not a size")
+    return int(size)
 
 
 def _whole(text: str) -> int:

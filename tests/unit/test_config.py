@@ -48,7 +48,7 @@ def test_sizes(text: str, nbytes: int) -> None:
     assert size_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "4iB", "4XB", "-1", "1e6", "True", "٣k"])
+@pytest.mark.parametrize("text", ["", "MiB", "4iB", "4XB", "-1", "1e6", "True", "٣k", "9" * 400, "9" * 307 + "T"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         size_bytes(text)

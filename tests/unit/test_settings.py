@@ -105,6 +105,13 @@ def test_what_follows_from_other_settings(monkeypatch: pytest.MonkeyPatch) -> No
     assert coordinator("train.py:job", "--workers", "4", "--min-workers", "1").values["min_workers"] == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert coordinator("train.py:job", "--workers", "2").worker_threads == 5
+    for number in ("99999", "9" * 5000):
+        monkeypatch.setenv("OMP_NUM_THREADS", number)
+        text = complaint("train.py:job")
+        assert text == f"OMP_NUM_THREADS: {number!r} will not do; give a whole number from 1 to 4096"
+    for other in ("0", "000", "4,2", "many"):
+        monkeypatch.setenv("OMP_NUM_THREADS", other)
+        assert coordinator("train.py:job", "--workers", "999999").worker_threads == 1
 
 
 def test_the_config_objects() -> None:
@@ -203,6 +210,8 @@ def test_a_misspelt_variable_is_named_with_the_near_one() -> None:
         (("j.py:j", "--max-time", "-1ms"), ("--max-time: '-1ms' will not do", "2h")),
         (("j.py:j", "--loader-processes", "99999"), ("--loader-processes", "from 0 to 4096")),
         (("j.py:j", "--name", "  "), ("--name", "not blank")),
+        (("j.py:j", "--run-dir", "runs/x\udcff"), ("--run-dir: 'runs/x\\udcff' will not do", "in UTF-8")),
+        (("j.py:j", "--run-dir", "runs/x\udcff", "--name", "x"), ("--run-dir",)),
     ],
 )  # fmt: skip
 def test_one_line_says_what_is_wrong(arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
@@ -271,6 +280,8 @@ def test_where_a_wrong_value_came_from(monkeypatch: pytest.MonkeyPatch, tmp_path
         ("[coordinator]\nmax_time = 00:10:00\n", ("max_time: 00:10:00 will not do; give a time",)),
         ('[coordinator]\ntracker = ["a", 1]\n', ('tracker: ["a", 1] will not do; give one text of trackers',)),
         ("[coordinator]\nepochs = {a = 1}\n", ("epochs: {a = 1} will not do",)),
+        ("[coordinator]\nport = " + "[" * 5000, ("not TOML",)),
+        ("[coordinator]\nrun-dir = 'a'\nrun_dir = 'b'\n", ("[coordinator] has run_dir twice",)),
     ],
 )
 def test_mistakes_in_the_toml_file(tmp_path: Path, text: str, parts: tuple[str, ...]) -> None:

@@ -333,7 +333,7 @@ def _table(program: type[Program], path: Path) -> dict[str, Any]:
         document = tomllib.loads(content.decode("utf-8-sig"))  # Notepad begins a file with a mark
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--config {path} is not TOML: {error}") from error
     for name in document:
         if name not in _TABLES:
@@ -353,5 +353,7 @@ def _table(program: type[Program], path: Path) -> dict[str, Any]:
             near = difflib.get_close_matches(name, names, 1, 0.6)
             hint = f"did you mean {near[0]}?" if near else "--print-config shows all"
             raise UsageError(f"{path}: [{program.table}] has no {key}; {hint}")
+        if name in values:
+            raise UsageError(f"{path}: [{program.table}] has {name} twice, with a dash too; leave one out")
         values[name] = value
     return values

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from w5xde_async.compute.machine import usable_cores
 from w5xde_async.config import MOST_NAMED, NAME, PATH, THREADS, TIME, YES_OR_NO, one_of, same_as, setting, text, whole
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.errors import UsageError, need
+from w5xde_async.errors import UsageError, need, utf8
 from w5xde_async.net.endpoint import parse_address
 from w5xde_async.net.join import Invitation, read_secret_file
 from w5xde_async.settings.flags import Program, declared, read
@@ -34,6 +34,10 @@ Exit codes: 0 finished or stopped in good order, 1 error, 2 wrong usage or job,
 SIGUSR1, a notice), 130 second Ctrl-C or SIGTERM."""
 _CLOUD = r"off|auto|(aws|gcp|azure)(=http://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,4}|:[1-5]\d{4}|:6[0-4]\d{3})?(/\S*)?)?"
 _JOB = text("FILE.py:NAME or MODULE:NAME", "JOB")
+#: The run's files name it, and it names the run.
+_RUN_DIR = PATH._replace(
+    accepts="a path, in UTF-8", metavar="DIR", holds=lambda value: PATH.holds(value) and utf8(str(value)) == str(value)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +74,7 @@ class CoordinatorSettings(Program):
         shown="cores / workers; 1 for short leaves where microbatch_size is open",
     )
     name: str | None = setting(None, "name of the run", NAME, "files", shown="the job's file or module")
-    run_dir: Path | None = setting(
-        None, "directory of the run", PATH._replace(metavar="DIR"), "files", shown="runs/NAME"
-    )
+    run_dir: Path | None = setting(None, "directory of the run", _RUN_DIR, "files", shown="runs/NAME")
     dashboard: bool = setting(True, "show the run in a browser", YES_OR_NO, "watching")
     threads: int | None = setting(
         None,
@@ -90,7 +92,10 @@ class CoordinatorSettings(Program):
         found = (values["run_dir"].name if values["run_dir"] is not None else "") or stem or "run"
         name = values["name"] or found[:MOST_NAMED]  # a directory may have a longer name
         workers, threads = max(values["workers"], 1), os.environ.get("OMP_NUM_THREADS", "")
-        own = int(threads) if threads.isdecimal() and int(threads) else max(1, usable_cores() // workers)
+        if threads.isdecimal() and threads.strip("0"):
+            own = THREADS.value_at("OMP_NUM_THREADS", threads)
+        else:  # not set, or of OpenMP's other kinds
+            own = max(1, usable_cores() // workers)
         return {"name": name, "run_dir": Path("runs") / name, "min_workers": workers, "worker_threads": own}
 
     def require(self) -> None:
