@@ -75,6 +75,23 @@ def test_figures():
     assert ("w5xde_worker_leaves_total", (("id", "b"), ("worker", "name-b"))) not in found  # it has left
 
 
+def test_an_evaluation_takes_the_place_of_the_one_before():
+    made = Metrics()
+    for name in ("old", "new"):
+        made(Evaluated(step=1, metrics={name: 1.0}, seconds=0.1))
+    assert [labels for name, labels in values(made) if name == "w5xde_evaluation"] == [(("metric", "new"),)]
+
+
+def test_names_that_are_no_utf8_keep_no_other_figure_away():
+    made = Metrics()
+    made(replace(STARTED, run_name="caf\udce9"))
+    made(committed(1, metrics={"a\ud800": 0.5}))
+    made(Evaluated(step=1, metrics={"b\ud800": 1.0}, seconds=0.1))
+    found = values(made)
+    assert found["w5xde_step_metric", (("metric", "a?"),)] == 0.5
+    assert found["w5xde_evaluation", (("metric", "b?"),)] == 1.0
+
+
 def test_names_and_types_keep_the_conventions():
     families = list(text_string_to_metric_families(filled().text().decode()))
     assert len(families) > 40

@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import threading
+import tracemalloc
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
-from tests.support.events import committed, run_reported
+from tests.support.events import committed, reported, run_reported
 from tests.support.jobs import mlp_sgd
 from tests.support.scripted import scripted, settle
 
@@ -228,6 +229,25 @@ async def test_another_rule_does_not_begin_the_counting_anew():
     (told,) = [event for event in found if isinstance(event, RunReported)]
     assert (told.leaves, told.leaves_in_vain, told.leases_stale) == (40, 4, 3)
     assert told.uptime_s == pytest.approx(100.0, abs=1.0)
+
+
+def test_one_more_link_of_a_member_is_no_worker_that_joins(monkeypatch: pytest.MonkeyPatch):
+    """Its report would take the place of the member's: counters would go back to nothing, and come again."""
+    bus, found = Bus(), list[Any]()
+    bus.subscribe(found.append, samples=True)
+    known = SimpleNamespace(leaves=3, incarnation=1, joined_at=0.0, computed=3)
+    roster = SimpleNamespace(
+        membership=SimpleNamespace(members={"a": known}), sessions={"a": SimpleNamespace(worker_id="a")},
+        joining=[SimpleNamespace(worker_id=worker) for worker in "ab"],
+    )  # fmt: skip
+    training: Any = SimpleNamespace(roster=roster, context=SimpleNamespace(bus=bus, clock=lambda: 0.0))
+    sampler = StatusSampler(training)
+    for name, state in (("_worker", "ready"), ("_joining", "joining")):
+        told = lambda session, *_, state=state: reported(session.worker_id, 1.0, state=state)  # noqa: E731
+        monkeypatch.setattr(sampler, name, told)
+    monkeypatch.setattr(sampler, "_run", lambda now: run_reported())
+    sampler.look(1.0)
+    assert [(event.worker_id, event.state) for event in found[:-1]] == [("a", "ready"), ("b", "joining")]
 
 
 def test_why_a_worker_waits():
@@ -486,3 +506,15 @@ def test_memory_report(tmp_path: Path):
     assert found["traced_bytes"] >= len(kept) << 20
     assert any("test_status_sampler" in entry["line"] and entry["bytes"] >= 8 << 20 for entry in found["largest"])
     assert "largest" not in json.loads(report.write(tmp_path / "after", "worker-1").read_text())
+
+
+def test_a_memory_report_leaves_somebody_elses_tracing_on():
+    tracemalloc.start()
+    try:
+        for _ in range(2):
+            report = MemoryReport()
+            report.begin()
+            report.end()
+            assert tracemalloc.is_tracing()
+    finally:
+        tracemalloc.stop()

@@ -2,7 +2,8 @@
 
 A report is a file: on CUDA the allocator's own snapshot, which PyTorch's viewer (pytorch.org/memory_viz) opens and
 which this package never reads; elsewhere JSON with the resident bytes and, where Python's allocations were traced, the
-lines of code that hold most. Tracing costs time and memory: it begins with ``begin`` and ends with ``end``.
+lines of code that hold most. Tracing costs time and memory: it begins with ``begin`` and ends with ``end``, unless it
+was on before.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class MemoryReport:
         #: Whether reports are snapshots of CUDA's allocator.
         self.on_cuda = device is not None and device.type == "cuda"
         self._tracing = False
+        self._began = False  # tracemalloc, which somebody else may have
 
     def begin(self) -> None:
         """Remember where memory is allocated from now on."""
@@ -116,6 +118,7 @@ class MemoryReport:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS, stacks="python")
         elif not tracemalloc.is_tracing():
             tracemalloc.start()
+            self._began = True
 
     def end(self) -> None:
         """Stop remembering."""
@@ -126,7 +129,8 @@ class MemoryReport:
             import torch
 
             torch.cuda.memory._record_memory_history(enabled=None)
-        else:
+        elif self._began:
+            self._began = False
             tracemalloc.stop()
 
     def write(self, folder: Path, name: str) -> Path:

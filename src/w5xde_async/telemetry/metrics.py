@@ -21,6 +21,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from w5xde_async.errors import utf8
 from w5xde_async.telemetry import events
 from w5xde_async.telemetry.events import Event, RunReported, RunStarted, StepCommitted, WorkerReported
 
@@ -60,7 +61,7 @@ class Metrics(Collector):
         self._report: RunReported | None = None
         self._workers: dict[str, WorkerReported] = {}  # as the last report of the run found them
         self._reported: dict[str, WorkerReported] = {}  # since then
-        self._evaluated: dict[str, float] = {}
+        self._evaluated: Mapping[str, float] = {}
         self._counts: Counter[str] = Counter()
         self._step_counts = [0] * (len(_STEP_S) + 1)
         self._phases_s: defaultdict[str, float] = defaultdict(float)
@@ -112,7 +113,7 @@ class Metrics(Collector):
             case events.WorkerQuarantined():
                 counts["quarantined"] += 1
             case events.Evaluated():
-                self._evaluated.update(event.metrics)
+                self._evaluated = event.metrics
             case events.CheckpointSaved():
                 self._saved = event
                 counts["saved"] += 1
@@ -140,7 +141,7 @@ class Metrics(Collector):
 
     def _of_run(self, run: RunStarted) -> Iterator[Metric]:
         names = ("run_id", "version", "model", "update_rule", "codec", "precision")
-        about = {"run": run.run_name} | {name: getattr(run, name) for name in names}
+        about = {"run": utf8(run.run_name)} | {name: getattr(run, name) for name in names}
         yield InfoMetricFamily(f"{_PREFIX}run", "What runs.", about)
         yield _gauge("run_term", "Incarnation of the coordinator.", run.term)
         yield _gauge("run_steps_target", "Step at which the run ends.", self._total_steps)
@@ -180,16 +181,8 @@ class Metrics(Collector):
                 yield _gauge("staleness_versions", "How old the last step's results were, in versions.", step.staleness)
             if step.gradient_norm is not None:
                 yield _gauge("gradient_norm", "Norm of the last step's gradient.", step.gradient_norm)
-            told = GaugeMetricFamily(
-                f"{_PREFIX}step_metric", "What the job's step returned, of the last step.", labels=["metric"]
-            )
-            for name, value in step.metrics.items():
-                told.add_metric([name], value)
-            yield told
-        evaluated = GaugeMetricFamily(f"{_PREFIX}evaluation", "What the last evaluation found.", labels=["metric"])
-        for name, value in self._evaluated.items():
-            evaluated.add_metric([name], value)
-        yield evaluated
+            yield _metrics("step_metric", "What the job's step returned, of the last step.", step.metrics)
+        yield _metrics("evaluation", "What the last evaluation found.", self._evaluated)
 
     def _of_checkpoints(self) -> Iterator[Metric]:
         yield _counter("checkpoints", "Checkpoints written.", self._counts["saved"])
@@ -244,6 +237,14 @@ def _counters(name: str, meaning: str, label: str, values: Mapping[str, float]) 
     """One counter for each value of ``label``."""
     family = CounterMetricFamily(_PREFIX + name, meaning, labels=[label])
     for labelled, value in values.items():
+        family.add_metric([labelled], value)
+    return family
+
+
+def _metrics(name: str, meaning: str, values: Mapping[str, float]) -> Metric:
+    """What the job's own code measures, by the names that it gives."""
+    family = GaugeMetricFamily(_PREFIX + name, meaning, labels=["metric"])
+    for labelled, value in {utf8(str(key)): value for key, value in values.items()}.items():
         family.add_metric([labelled], value)
     return family
 

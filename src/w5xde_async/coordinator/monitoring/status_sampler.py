@@ -89,7 +89,8 @@ class StatusSampler:
                 leaves_per_s = speed.look(now, member.computed)
                 bus.publish(self._worker(session, member, now, leaves_per_s, member.leaves / total))
         for session in roster.joining:
-            bus.publish(self._joining(session, now))
+            if session.worker_id not in members:  # else it is one more link of a member, whose report counts
+                bus.publish(self._joining(session, now))
         bus.publish(self._run(now))
 
     def _weigh(self, now: float) -> None:
