@@ -153,6 +153,24 @@ async def test_addresses_that_hang_are_tried_side_by_side(monkeypatch: pytest.Mo
     assert [(one.name, one.said) for one in found] == [("answer", "no answer")]
 
 
+async def test_a_slow_line_is_measured_no_longer_than_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each exchange has its own limit, too; all of them took longer than the doctor may."""
+
+    async def exchange(link: object, count: int, **_: object) -> list[Any]:
+        if count > 1:  # a rate
+            await asyncio.Event().wait()
+        return [SimpleNamespace(wall=time.time())]
+
+    monkeypatch.setattr(checks, "_exchange", exchange)
+    monkeypatch.setattr(checks, "_RATE_S", 1e6)
+    found = list[Finding]()
+    doctor = Doctor(Target.of("127.0.0.1:1", _PLAIN), found.append)
+    with pytest.raises(checks._Over):
+        await doctor._measure(None, asyncio.get_running_loop().time() + 0.05)  # type: ignore[arg-type]
+    assert [one.name for one in found] == ["clock", "round trip", "rate"]
+    assert "no answer in time" in found[-1].said
+
+
 @pytest.mark.parametrize(
     ("seconds_per_probe", "said"),
     [

@@ -29,7 +29,8 @@ from w5xde_async.wire.messages import PROBE_BYTES, Probe, Probed
 from w5xde_async.worker.connection.handshake import prove_each_other
 from w5xde_async.worker.connection.target import Target
 
-_NAME_S, _PORT_S, _TLS_S, _PROOF_S, _RATE_S = 2.0, 2.0, 2.0, 1.5, 1.0  # together the ten seconds
+_ALL_S = 10.0
+_NAME_S, _PORT_S, _TLS_S, _PROOF_S, _RATE_S = 2.0, 2.0, 2.0, 1.5, 1.0  # measuring has what the others leave of it
 _ROUND_TRIPS = 5
 _MEASUREMENTS = 5  # of a rate: one alone says more of what the two machines did meanwhile than of the line
 _MOST_PROBES, _ENOUGH_S = 54, 0.1  # of one of them
@@ -66,13 +67,14 @@ class Doctor:
 
     async def examine(self) -> ExitCode:
         """Make all checks that can be made; returns ``code``."""
+        ends = asyncio.get_running_loop().time() + _ALL_S
         try:
             await self._names()
             await self._ports()
             link = await self._certificate()
             try:
                 await self._proof(link)
-                await self._measure(link)
+                await self._measure(link, ends)
             finally:
                 link.abort()
         except _Over:
@@ -88,7 +90,7 @@ class Doctor:
 
     async def _names(self) -> None:
         """Names and routes of all addresses."""
-        known = 0
+        known, ends = 0, asyncio.get_running_loop().time() + _NAME_S  # for all names
         for host, port in self._target.addresses:
             try:
                 ip_address(host.partition("%")[0])
@@ -96,7 +98,7 @@ class Doctor:
             except ValueError:
                 began = time.monotonic()
                 try:
-                    async with asyncio.timeout(_NAME_S):
+                    async with asyncio.timeout_at(ends):
                         addresses = await in_daemon_thread(("resolve", host), partial(_resolve, host, port))
                 except TimeoutError:
                     self._failed("name", f"{host}: the resolver does not answer", "check this machine's DNS")
@@ -219,33 +221,39 @@ class Doctor:
             raise _Over from None
         self._found("secret", "both sides know it" if config.token else "none is asked for")
 
-    async def _measure(self, link: Link) -> None:
+    async def _measure(self, link: Link, ends: float) -> None:
         try:
-            trips, offsets = [], []
-            answer: Probed | None = None
-            for _ in range(_ROUND_TRIPS):
-                began, wall = time.monotonic(), time.time()
-                async with asyncio.timeout(_PROOF_S):
-                    (answer,) = await _exchange(link, 1, wanted=0, filler=b"")
-                trips.append(time.monotonic() - began)
-                offsets.append((trips[-1], answer.wall - (wall + trips[-1] / 2)))
-            assert answer is not None
-            _, ahead_s = min(offsets)
-            said = f"the coordinator's is {abs(ahead_s):.1f} s {'ahead' if ahead_s > 0 else 'behind'}"
-            if abs(ahead_s) <= _CLOCK_S:
-                self._found("clock", said)
-            else:
-                self._failed("clock", said, "set the clocks of both machines (NTP)", ExitCode.ERROR)
-            self._found("round trip", f"{statistics.median(trips) * 1e3:.1f} ms, at best {min(trips) * 1e3:.1f} ms")
-            up = await _bytes_per_s(link, min(trips), up=True)
-            self._found("rate up", f"to the coordinator {_words(up)}")
-            down = await _bytes_per_s(link, min(trips), up=False)
-            self._found("rate down", f"from the coordinator {_words(down)}")
+            async with asyncio.timeout_at(ends):
+                answer, up, down, best_s = await self._figures(link)
         except (TimeoutError, W5xdeError) as error:
             said = "no answer in time" if isinstance(error, TimeoutError) else str(error)
             self._failed("rate", said, "the line is cut or very slow: try again, and look for losses with ping")
             raise _Over from None
-        self._found("auto", _choice(answer, statistics.median(up), statistics.median(down), min(trips)))
+        self._found("auto", _choice(answer, statistics.median(up), statistics.median(down), best_s))
+
+    async def _figures(self, link: Link) -> tuple[Probed, list[float], list[float], float]:
+        """The last answer, the rates up and down, and the shortest round trip."""
+        trips, offsets = [], []
+        answer: Probed | None = None
+        for _ in range(_ROUND_TRIPS):
+            began, wall = time.monotonic(), time.time()
+            async with asyncio.timeout(_PROOF_S):
+                (answer,) = await _exchange(link, 1, wanted=0, filler=b"")
+            trips.append(time.monotonic() - began)
+            offsets.append((trips[-1], answer.wall - (wall + trips[-1] / 2)))
+        assert answer is not None
+        _, ahead_s = min(offsets)
+        said = f"the coordinator's is {abs(ahead_s):.1f} s {'ahead' if ahead_s > 0 else 'behind'}"
+        if abs(ahead_s) <= _CLOCK_S:
+            self._found("clock", said)
+        else:
+            self._failed("clock", said, "set the clocks of both machines (NTP)", ExitCode.ERROR)
+        self._found("round trip", f"{statistics.median(trips) * 1e3:.1f} ms, at best {min(trips) * 1e3:.1f} ms")
+        up = await _bytes_per_s(link, min(trips), up=True)
+        self._found("rate up", f"to the coordinator {_words(up)}")
+        down = await _bytes_per_s(link, min(trips), up=False)
+        self._found("rate down", f"from the coordinator {_words(down)}")
+        return answer, up, down, min(trips)
 
 
 def _resolve(host: str, port: int) -> list[str]:
