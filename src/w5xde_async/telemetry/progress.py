@@ -337,7 +337,7 @@ class _Screen:
         """Move the bar; the first of ``texts`` that leaves so many columns, or the last, stands beside it."""
         if self._bar is None:
             return
-        columns = self._columns() - 1  # a full last column makes some terminals wrap
+        columns = max(self._columns() - 1, 1)  # a full last column makes some terminals wrap; to tqdm, 0 is no limit
         text = next((text for text, room in texts if len(text) + room <= columns), texts[-1][0])
         width = min(columns - len(text) - 8, 40) if self._bar.total else 0  # nothing is a share of no end
         with _LOCK:
