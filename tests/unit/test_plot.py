@@ -112,6 +112,7 @@ def test_odd_records_and_names_are_passed_over(drawn: Any) -> None:
     text = line("run_started", run_name="a $\\frac{ b_", resumed_step="x") + "[1]\nnot json\n"
     text += line("step_committed", step="x", loss=1) + line("step_committed", step=2, loss="nan")
     text += line("step_committed", step=3, loss=None) + line("step_committed", step=4, loss=1.0)
+    text += line("evaluated", step=4, metrics=[1]) + line("evaluated", step=4) + line("evaluated", step=4, metrics=None)
     text += line("evaluated", step=4, metrics={"_$x^": 1.0, "inf": "inf"}) + '{"event": "step_comm'
     assert "$x^, evaluated".replace("$", r"\$") in labels(drawn(text))
     drawn(line("step_committed", step=1, loss="nan"))

@@ -61,7 +61,7 @@ class Metrics(Collector):
         self._report: RunReported | None = None
         self._workers: dict[str, WorkerReported] = {}  # as the last report of the run found them
         self._reported: dict[str, WorkerReported] = {}  # since then
-        self._evaluated: Mapping[str, float] = {}
+        self._evaluated: dict[str, float] = {}
         self._counts: Counter[str] = Counter()
         self._step_counts = [0] * (len(_STEP_S) + 1)
         self._phases_s: defaultdict[str, float] = defaultdict(float)
@@ -113,7 +113,7 @@ class Metrics(Collector):
             case events.WorkerQuarantined():
                 counts["quarantined"] += 1
             case events.Evaluated():
-                self._evaluated = event.metrics
+                self._evaluated = dict(event.metrics)
             case events.CheckpointSaved():
                 self._saved = event
                 counts["saved"] += 1

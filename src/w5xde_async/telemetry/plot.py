@@ -195,7 +195,7 @@ def _note(history: _History, record: _Record) -> None:
     if kind == "step_committed" and isinstance(step, int):
         history.losses.add(step, number(record.loss))
     elif kind == "evaluated" and isinstance(step, int):
-        for name, value in (msgspec.json.decode(record.metrics) or {}).items():
+        for name, value in msgspec.json.decode(record.metrics, type=dict[str, Any]).items():
             if name in history.metrics or len(history.metrics) < _MOST_METRICS:
                 history.metrics.setdefault(name, _Curve()).add(step, number(value))
             else:
