@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,20 @@ import torch
 from msgspec import structs
 from tests.support import lying, reference
 from tests.support.cluster import QUICK_WORKER, Commits, settings
+from tests.support.memory_links import memory_pair
 from tests.support.scripted import scripted, settle
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.program.form import FORM
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import Refused, Unreachable
+from w5xde_async.errors import RefusalCode, Refused, Unreachable
+from w5xde_async.hub.members.credentials import Credentials
+from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
 from w5xde_async.net.endpoint import connect
 from w5xde_async.net.join import worker_secret
+from w5xde_async.net.link import Link
 from w5xde_async.telemetry.events import Event, Warned, WorkerLeft, WorkerQuarantined
 from w5xde_async.wire.frame import BufferSpec, encode
 from w5xde_async.wire.messages import (
@@ -36,8 +40,9 @@ from w5xde_async.wire.messages import (
     ProgramRequest,
     Proof,
     Refusal,
+    Volunteer,
 )
-from w5xde_async.worker.connection.handshake import join
+from w5xde_async.worker.connection.handshake import ask, join, meet
 from w5xde_async.worker.service import Departure, Worker
 
 
@@ -230,6 +235,26 @@ async def test_a_stranger_is_given_no_proof_to_try_tokens_on() -> None:
         await link.send(encode(Proof(bytes(32))))
         assert isinstance((await link.recv()).message, Refusal)
         await link.aclose()
+
+
+@pytest.mark.parametrize(("name", "code"), [("eve", RefusalCode.AUTHENTICATION), ("mallory", RefusalCode.QUARANTINED)])
+async def test_who_is_locked_out_meets_nobody_and_is_told_nothing(name: str, code: RefusalCode) -> None:
+    held = Credentials("swordfish")
+    held.revoke("eve")
+    held.quarantine("mallory", "it lied")
+    async with scripted() as run:
+
+        def serves() -> Link:
+            near, far = memory_pair()
+            roster = run.training.roster
+            run.task(Session(near, roster, run.training, token=held, handshake_s=10.0, incarnation=1).run())
+            return far
+
+        for say in (partial(meet, volunteer=Volunteer("dp=2", 2, "host", 1)), ask):
+            with pytest.raises(Refused) as caught:
+                await say(serves(), token=held.invited(name), identity=name)
+            assert caught.value.code is code
+        assert not run.training.roster._meeting.num_waiting("dp=2", 2)
 
 
 async def test_the_program_is_sent_once_on_a_link() -> None:

@@ -164,7 +164,33 @@ async def test_ranks_that_do_not_agree_are_refused_and_nothing_else(says: dict[s
             ranks[-1].shard, ranks[-1].says = Shard.of(layout, half), says if number else {}
             await ranks[-1].ready()
         await run.until(lambda: all(rank.ended() for rank in ranks))
+        assert not run.training.roster._islands
+        assert not run.training.roster._part_of
         await step(run, [alone])
+
+
+async def test_an_island_of_which_no_rank_can_be_one_leaves_nothing_behind() -> None:
+    async with scripted() as run:
+        first = await run.worker("island", ready=False, rank=0, ranks=3)
+        first.shard, first.says = Shard.whole(run.prepared.spec.layout), {"together": 2}
+        await first.ready()
+        assert first.ended()
+        assert not run.training.roster._islands
+
+
+async def test_an_island_and_a_worker_do_not_have_one_id() -> None:
+    """Whoever comes second is refused, and the first works on."""
+    async with scripted() as run:
+        ranks, alone = await run.island("one"), await run.worker("other")
+        second = await run.worker("one")
+        assert second.ended()
+        with pytest.raises(LinkLost):
+            await run.island("other")
+        await settle()
+        assert not run.training.roster.joining
+        assert not any(one.ended() for one in (*ranks, alone))
+        assert run.training.roster.sessions == {"one": ranks[0].session, "other": alone.session}
+        assert len(run.training.roster._islands) == 1
 
 
 async def test_a_rank_that_is_lost_before_the_island_is_whole_keeps_the_others_from_waiting() -> None:

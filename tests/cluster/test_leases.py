@@ -3,17 +3,20 @@ what the test says, frame by frame, on a clock that only the test moves."""
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.support.scripted import LEAVES, WAYS, Run, Scripted, ready, scripted, settle
+from msgspec import structs
+from tests.support.scripted import LEAVES, WAYS, Run, Scripted, ready, said, scripted, settle
 
 from w5xde_async.errors import LinkLost
+from w5xde_async.hub.members.session import Session
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.telemetry.events import Waiting, Warned, WorkerLeft
 from w5xde_async.wire.frame import encode
-from w5xde_async.wire.messages import Bye, ByeCode, Done, Drain, Failed, Lease, Params, Verdict, VerdictCode
+from w5xde_async.wire.messages import Bye, ByeCode, Done, Drain, Failed, Lease, Params, Ready, Verdict, VerdictCode
 
 BUCKETS = 4
 TWO_LEASES = PacingConfig(leases_ahead=2, target_lease_s=0.0, min_lease_s=0.0, whole_step_s=0.0)  # of a leaf each
@@ -455,6 +458,37 @@ async def test_a_newer_connection_takes_the_place_of_a_half_open_one():
         assert older.ended()
         again = await newer.lease()
         assert (again.start, again.lease != lease.lease) == (lease.start, True)
+
+
+async def test_of_two_connections_that_are_shared_with_at_once_the_newer_one_stays(monkeypatch: pytest.MonkeyPatch):
+    """Memory is opened in a thread, which may take its time."""
+    async with scripted() as run:
+        opened = asyncio.Event()
+
+        async def share(session: Session, said: Ready) -> None:
+            await opened.wait()
+
+        monkeypatch.setattr(run.training.roster, "share", share)
+        older, newer = [await run.worker("a", ready=False) for _ in range(2)]
+        for one in (older, newer):
+            await one.ready()
+        assert not run.training.roster.sessions
+        opened.set()
+        await settle()
+        assert older.ended()
+        assert run.training.roster.sessions == {"a": newer.session}
+        assert [grant.lease for grant in run.training.ledger.held("a")] == [(await newer.lease()).lease]
+
+
+async def test_an_older_connection_that_ends_takes_nothing_of_the_newer_one():
+    async with scripted() as run:
+        older, newer = [await run.worker("a", ready=False) for _ in range(2)]
+        await newer.link.send(encode(structs.replace(said(run), shards=(7, 8))))
+        await settle()
+        older.link.abort()
+        await settle()
+        assert (older.ended(), newer.ended()) == (True, False)
+        assert run.training.context.loader._members == {"a": (7, 8)}
 
 
 async def test_who_never_becomes_ready_loses_the_place():

@@ -81,9 +81,14 @@ async def settle(rounds: int = 40) -> None:
         await asyncio.sleep(0)
 
 
+def said(run: Run) -> Ready:
+    """What a worker says of itself."""
+    return Ready(run.prepared.spec.layout.fingerprint, "cpu", "test", 1, "0")
+
+
 def ready(run: Run) -> list[Any]:
     """The frame with which a worker asks for work."""
-    return encode(Ready(run.prepared.spec.layout.fingerprint, "cpu", "test", 1, "0"))
+    return encode(said(run))
 
 
 class _Readable(Session):

@@ -100,6 +100,23 @@ def test_who_comes_back_hears_what_it_names(book: Book) -> None:
     assert book.take() == [("a", (3,), APPLIED, (0,))]
 
 
+def test_who_comes_back_is_told_of_leases_alike_together() -> None:
+    """A session ends for whom too many messages wait."""
+    book, many = Book(), range(1, 601)
+    for lease in many:
+        book.verdicts.received(lease, "a", 0)
+        book.verdicts.finished(lease, "a")
+        if lease % 2:
+            book.verdicts.turned_away(lease, "a")
+    book.verdicts.committed(4)
+    book.verdicts.left("a")
+    book.take()
+    whole, partly = tuple(many[1::2]), tuple(many[::2])
+    for _ in range(2):
+        book.verdicts.returned("a", (*many, 999))
+        assert book.take() == [("a", partly, APPLIED, (0,)), ("a", whole, APPLIED, ()), ("a", (999,), STALE, ())]
+
+
 def test_another_workers_leases_tell_nothing(book: Book) -> None:
     verdicts = book.verdicts
     verdicts.received(1, "a", 0)
@@ -120,7 +137,7 @@ def test_what_a_worker_has_shown_to_have_read_is_forgotten(book: Book) -> None:
     verdicts.confirmed("a", 4)
     book.take()
     verdicts.returned("a", (1, 2))
-    assert book.take() == [("a", (2,), DUPLICATE, ()), ("a", (1,), STALE, ())]
+    assert book.take() == [("a", (1,), STALE, ()), ("a", (2,), DUPLICATE, ())]
 
 
 def test_leases_that_never_were_take_no_memory(book: Book) -> None:
