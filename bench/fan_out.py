@@ -183,7 +183,7 @@ def bare(reply: Reply, *, size: str, count: int, seconds: float) -> None:
                 if isinstance(message, Done):
                     return
 
-        listener = await listen("127.0.0.1", 0, on_link, max_links=count + 8, max_strangers=count + 8)
+        listener = await listen("127.0.0.1", 0, on_link, max_strangers=count + 8, max_of_address=count + 8)
         reply(port=listener.port)
         while len(links) < count:  # noqa: ASYNC110 - they come one by one, and nothing else is to be done
             await asyncio.sleep(0.002)

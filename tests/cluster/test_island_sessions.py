@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -10,10 +11,14 @@ import pytest
 from tests.support.scripted import Run, Scripted, scripted, settle
 
 from w5xde_async.errors import LinkLost
+from w5xde_async.hub.members.session import Session
+from w5xde_async.net.endpoint import connect, listen
+from w5xde_async.net.link import Link
 from w5xde_async.params.shard import Shard
 from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import encode
-from w5xde_async.wire.messages import Done, Drain, Failed, Lease, Params
+from w5xde_async.wire.messages import Done, Drain, Failed, Lease, Params, Rendezvous, Volunteer
+from w5xde_async.worker.connection.handshake import join, meet
 
 
 def half_of(frame: list[Any]) -> list[Any]:
@@ -126,6 +131,28 @@ async def test_half_a_result_of_a_lost_island_is_nothing(lost: int) -> None:
         single = await run.worker("single")
         await step(run, [single])
         assert run.applied() == {1.0}
+
+
+async def test_a_port_that_takes_few_strangers_takes_all_ranks() -> None:
+    """Those of islands that are here, and those that wait for the others."""
+    async with scripted(max_workers=4) as run:
+        roster = run.training.roster
+
+        async def on_link(link: Link) -> None:
+            await Session(link, roster, run.training, token="", handshake_s=30.0, incarnation=1).run()
+
+        links, waiting = list[Link](), list[asyncio.Task[Rendezvous]]()
+        listener = await listen("127.0.0.1", 0, on_link, max_strangers=2)
+        for island in range(3):
+            for rank in range(4):
+                links.append(await connect("127.0.0.1", listener.port, timeout_s=5))
+                await join(links[-1], key=f"{island}", name="", token="", terms={}, rank=rank, ranks=4)
+        for number in range(1, 5):
+            links.append(await connect("127.0.0.1", listener.port, timeout_s=5))
+            waiting.append(run.task(meet(links[-1], Volunteer("dp=4", 4, "here", number), token="")))
+            await run.until(lambda: roster._meeting.num_waiting("dp=4", 4) == len(waiting) % 4)
+        assert sorted(found.rank for found in await asyncio.gather(*waiting)) == [0, 1, 2, 3]
+        await asyncio.gather(listener.aclose(), *(link.aclose() for link in links))
 
 
 async def test_a_silent_rank_is_a_lost_island() -> None:

@@ -332,8 +332,8 @@ async def test_a_connect_that_is_cancelled_in_any_turn_leaves_nothing(kind: str,
 # -- a listener under stress
 
 
-async def test_over_max_links_new_ones_are_closed_at_once_and_that_is_said_once(caplog: pytest.LogCaptureFixture):
-    listener = await listen("127.0.0.1", 0, echo, max_links=1)
+async def test_strangers_beyond_the_limit_are_closed_at_once_and_that_is_said_once(caplog: pytest.LogCaptureFixture):
+    listener = await listen("127.0.0.1", 0, echo, max_strangers=1)
     first = await connect("127.0.0.1", listener.port, timeout_s=5)
     await beat(first)
     for _ in range(3):
@@ -352,12 +352,45 @@ async def test_over_max_links_new_ones_are_closed_at_once_and_that_is_said_once(
     await asyncio.gather(third.aclose(), listener.aclose())
 
 
+@pytest.mark.parametrize("limits", [{"max_strangers": 4}, {"max_of_address": 4}])
+async def test_links_that_are_let_in_take_no_strangers_place(
+    limits: dict[str, int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An island is one worker and has a link for each rank."""
+    links, looked = list[Link](), list[Link]()
+
+    class Watched(endpoint._Accepted):
+        def is_stranger(self) -> bool:
+            assert self.link is not None
+            looked.append(self.link)
+            return super().is_stranger()
+
+    async def let_in(link: Link) -> None:
+        await link.recv()
+        link.let_in = True
+        await echo(link)
+
+    listener = await listen("127.0.0.1", 0, let_in, **limits)
+    monkeypatch.setattr(endpoint, "_Accepted", Watched)
+    for _ in range(40):
+        links.append(await connect("127.0.0.1", listener.port, timeout_s=5))
+        await links[-1].send(encode(Heartbeat("let me in")))
+        await beat(links[-1])
+    assert listener.num_links == 40
+    assert len(looked) < 2 * 40  # at each a few times, however many there are
+    strangers = [await connect("127.0.0.1", listener.port, timeout_s=5) for _ in range(5)]
+    with pytest.raises(LinkLost):
+        await strangers[-1].recv()
+    assert "links=44 strangers=4" in caplog.text
+    await asyncio.gather(listener.aclose(), *(link.aclose() for link in (*links, *strangers)))
+
+
 @pytest.mark.parametrize(("descriptors", "links"), [(46, 3), (41, 1), (12, 1), (1024, 5)])
 async def test_strangers_leave_descriptors_for_files(
     descriptors: int, links: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (descriptors, descriptors))
-    listener = await listen("127.0.0.1", 0, echo, max_links=10, max_strangers=5)
+    listener = await listen("127.0.0.1", 0, echo, max_strangers=10, max_of_address=5)
     opened = [await connect("127.0.0.1", listener.port, timeout_s=5) for _ in range(7)]
     for link in opened[:links]:
         await beat(link)
@@ -369,7 +402,7 @@ async def test_strangers_leave_descriptors_for_files(
 
 async def test_strangers_of_many_addresses_leave_descriptors_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (45, 45))
-    listener = await listen("127.0.0.1", 0, echo, max_links=50)
+    listener = await listen("127.0.0.1", 0, echo, max_strangers=50)
     address = ("127.0.0.1", listener.port)
     with ExitStack() as opened:
         for host in range(1, 10):
@@ -584,7 +617,7 @@ async def test_a_connection_that_was_accepted_elsewhere_has_the_limits_and_the_e
         begun.set()
         await echo(link)
 
-    listener = await listen("127.0.0.1", 0, handler, max_links=1)
+    listener = await listen("127.0.0.1", 0, handler, max_strangers=1)
     returned = 0
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

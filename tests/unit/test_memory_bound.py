@@ -17,7 +17,7 @@ PLAIN = CoordinatorConfig(
     bucket_bytes=64 << 10,
 )  # fmt: skip
 JUDGED = replace(PLAIN, norm_gate=6.0)
-LINKS = (2 + EXTRA_LINKS) * ((256 << 10) + (512 << 10) + 100) + 2 * 1000
+LINKS = (2 + EXTRA_LINKS) * (2 * ((256 << 10) + (512 << 10)) + 100) + 2 * 1000
 
 
 def test_vectors() -> None:

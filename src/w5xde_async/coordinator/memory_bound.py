@@ -9,7 +9,7 @@ from w5xde_async.net.stock import BUFFERED_BYTES
 
 #: Result vectors of a recomputation under way: the most that an engine holds for a few leaves.
 _RECOMPUTATION_VECTORS = 3
-EXTRA_LINKS = 64  #: connections beside the workers': of strangers, and of who comes back before its old link is found
+EXTRA_LINKS = 64  #: beside the workers': of strangers, and of who comes back before its old link is found
 
 
 def most_held(config: NetworkConfig) -> int:
@@ -39,10 +39,12 @@ def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, con
     - as many steps as there are leases, plus one, under the others.
 
     Result vectors (``most_vectors``), and those of a recomputation, which meanwhile also holds a model; for each
-    connection 256 KiB of read-ahead, the buffers of a pair of asyncio's own, and one scratch bucket; for each worker
-    what is queued for it (``credit_bytes``; the lease that goes beyond is among the samples). Under other rules than
-    the synchronous one: the results that workers have under way, and what the rule keeps; with codecs what is
-    published. With a journal also the vectors of the steps that are not durable yet.
+    connection, of workers and of as many that have not been let in, 256 KiB of read-ahead and the buffers of a pair of
+    asyncio's own; for each worker's one scratch bucket, and what is queued for it (``credit_bytes``; the lease that
+    goes beyond is among the samples). An island is one worker with a link for each rank, and all that for each of them:
+    here a worker has one link. Under other rules than the synchronous one: the results that workers have under way, and
+    what the rule keeps; with codecs what is published. With a journal also the vectors of the
+    steps that are not durable yet.
     """
     vectors = most_vectors(num_leaves, config) + _RECOMPUTATION_VECTORS
     replica_bytes = 2 * state_bytes
@@ -56,6 +58,6 @@ def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, con
         vectors += 64 if config.update.average == "median" else 3
     if not config.update.plain:  # what is published, one copy of it being sent, and deltas that wait for the slowest
         replica_bytes += 6 * state_bytes
-    per_link = (256 << 10) + BUFFERED_BYTES + min(config.bucket_bytes, max(vector_bytes, state_bytes))
+    per_link = 2 * ((256 << 10) + BUFFERED_BYTES) + min(config.bucket_bytes, max(vector_bytes, state_bytes))
     links_bytes = (config.max_workers + EXTRA_LINKS) * per_link + config.max_workers * config.credit_bytes
     return vectors * vector_bytes + replica_bytes + links_bytes

@@ -366,7 +366,7 @@ class Coordinator:
         """Serve a worker over a connection that the application has accepted, until it ends; then it is closed.
 
         Fits ``asyncio.start_server`` and ``asyncio.start_unix_server``. For such a connection holds what holds for
-        those of the port: the limits on links and on strangers of one address, the handshake with its deadline, and
+        those of the port: the limits on links that are not let in, the handshake with its deadline, and
         the proof of the token. Encryption is the application's matter: what protects the bytes is a Unix socket's
         file mode, a tunnel, or TLS of the application's own server. Over TLS the proof is bound to the coordinator's
         certificate, so the server must show that one (``TlsFiles``). A coordinator without a token takes workers from
@@ -483,7 +483,7 @@ class Coordinator:
         self._access = access = await loop.run_in_executor(None, Access, config, self._run_path)
         self._listener = await self._runtime.listen(
             config.host, config.port, self._on_link, ssl=access.context, bulk=self._bulk,
-            max_links=config.max_workers + EXTRA_LINKS,
+            max_strangers=config.max_workers + EXTRA_LINKS,  # all may come at once
         )  # fmt: skip
         self._join_file = await loop.run_in_executor(None, access.write_join_file, self.port)
         if files is not None:

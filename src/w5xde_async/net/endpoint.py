@@ -36,11 +36,12 @@ from w5xde_async.net.sockets import SocketChannel, until_readable, until_writabl
 from w5xde_async.net.stream import Channel, ended_by
 from w5xde_async.net.transport import TransportChannel
 from w5xde_async.net.tuning import tune, tune_listener
-from w5xde_async.wire.frame import HANDSHAKE_CAPS
 
 DEFAULT_PORT, DASHBOARD_PORT = 5555, 5556
 #: A TLS handshake that takes longer is dropped.
 HANDSHAKE_S = 10.0
+#: Connections that wait in the system until they are accepted.
+BACKLOG = 128
 #: How long to leave the backlog alone when the system has no descriptor or memory left.
 EXHAUSTED_S = 0.5
 #: Connections that are turned away are said no more often than this.
@@ -221,16 +222,15 @@ async def listen(
     *,
     ssl: ssl.SSLContext | None = None,
     bulk: Executor | None = None,
-    backlog: int = 128,
-    max_links: int = 1024,
-    max_strangers: int = 64,
+    max_strangers: int = 1024,
+    max_of_address: int = 64,
 ) -> Listener:
     """Listen on every address of ``host`` ("" is all of this machine); port 0 picks a free one.
 
-    ``on_link`` runs in a task of its own for each link, which is closed when it returns. Beyond ``max_links`` a new
-    one is closed at once, and so is one from an address that has ``max_strangers`` links which have not been let in.
-    Both are less where this process may have few descriptors: those that it needs for its files are not for links.
-    Raises PortInUse, UsageError.
+    ``on_link`` runs in a task of its own for each link, which is closed when it returns. Of those that have not been
+    let in (``Link.let_in``) there may be ``max_strangers``, ``max_of_address`` from one address: a new one beyond is
+    closed at once. So is any where this process may have no more descriptors: those that it needs for its files are
+    not for links. Raises PortInUse, UsageError.
     """
     try:
         addresses = await _resolve(host or None, port, flags=socket.AI_PASSIVE)
@@ -243,7 +243,7 @@ async def listen(
         for family, address in addresses:
             # Port 0 is chosen by the first address; the others follow it.
             bound = (address[0], socks[0].getsockname()[1], *address[2:]) if socks and not port else address
-            sock = _bind(family, bound, host, port, backlog)
+            sock = _bind(family, bound, host, port)
             if sock is not None:
                 socks.append(sock)
         if not socks:
@@ -254,8 +254,9 @@ async def listen(
         raise
     most = _most_links()
     return Listener(
-        socks, on_link, tls=ssl, bulk=bulk, max_links=min(max_links, most), max_strangers=min(max_strangers, most / 2)
-    )
+        socks, on_link, tls=ssl, bulk=bulk, max_links=most, max_strangers=max_strangers,
+        max_of_address=min(max_of_address, most / 2),
+    )  # fmt: skip
 
 
 def _most_links() -> float:
@@ -275,8 +276,8 @@ class _Accepted:
     link: Link | None = None  # None during the TLS handshake
 
     def is_stranger(self) -> bool:
-        """Nobody has let it in: it may still send no more than a handshake."""
-        return self.link is None or self.link.caps == HANDSHAKE_CAPS
+        """Nobody has let it in."""
+        return self.link is None or not self.link.let_in
 
 
 class Listener:
@@ -291,14 +292,18 @@ class Listener:
         bulk: Executor | None,
         max_links: float,
         max_strangers: float,
+        max_of_address: float,
     ) -> None:
         self.host, self.port = socks[0].getsockname()[:2]
         self._socks = socks
         self._on_link = on_link
-        self._tls, self._bulk, self._max_links, self._max_strangers = tls, bulk, max_links, max_strangers
+        self._tls, self._bulk = tls, bulk
+        self._max_links, self._max_strangers, self._max_of_address = max_links, max_strangers, max_of_address
         self._links: dict[asyncio.Task[None], _Accepted] = {}
-        # Address -> links from it that were strangers when somebody last looked; nobody looks at more than a crowd.
-        self._strangers: dict[str, dict[asyncio.Task[None], _Accepted]] = {}
+        # Those that were strangers when somebody last looked, of all addresses and of each; nobody looks at more than a
+        # crowd.
+        self._strangers: dict[asyncio.Task[None], _Accepted] = {}
+        self._strangers_of: dict[str, dict[asyncio.Task[None], _Accepted]] = {}
         self._warn_at = 0.0
         self._stopped = False
         loop = asyncio.get_running_loop()
@@ -375,28 +380,46 @@ class Listener:
 
     def _has_room(self, host: str, peer: str) -> bool:
         """Whether one link more from ``host`` may be served."""
-        strangers = self._count_strangers(host)
-        if len(self._links) < self._max_links and strangers < self._max_strangers:
+        if len(self._strangers) >= self._max_strangers:
+            self._look_again(self._strangers)
+        if len(self._strangers_of.get(host, ())) >= self._max_of_address:
+            self._look_again(self._strangers_of[host])
+        of_address = len(self._strangers_of.get(host, ()))
+        if (
+            len(self._links) < self._max_links
+            and len(self._strangers) < self._max_strangers
+            and of_address < self._max_of_address
+        ):
             return True
         now = asyncio.get_running_loop().time()
         if now >= self._warn_at:  # a flood of them must not become one of lines
             self._warn_at = now + REFUSALS_SAID_S
-            _log.warning("accept refused peer=%s links=%d strangers=%d", peer, len(self._links), strangers)
+            self._look_again(self._strangers)
+            of_address, strangers = len(self._strangers_of.get(host, ())), len(self._strangers)
+            _log.warning(
+                "accept refused peer=%s links=%d strangers=%d of_its_address=%d",
+                peer, len(self._links), strangers, of_address,
+            )  # fmt: skip
         return False
 
     def _begin(self, accepted: _Accepted, serving: Coroutine[Any, Any, None], peer: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(serving, name=f"link {peer}")
-        self._links[task] = self._strangers.setdefault(accepted.host, {})[task] = accepted
+        self._links[task] = self._strangers[task] = accepted
+        self._strangers_of.setdefault(accepted.host, {})[task] = accepted
         task.add_done_callback(self._ended)
         return task
 
-    def _count_strangers(self, host: str) -> int:
-        """Links from ``host`` that have not been let in, or no more than there may be."""
-        known = self._strangers.get(host, {})
-        if len(known) >= self._max_strangers:  # those that were let in meanwhile are taken out once
-            for task in [task for task, accepted in known.items() if not accepted.is_stranger()]:
-                del known[task]
-        return len(known)
+    def _look_again(self, known: dict[asyncio.Task[None], _Accepted]) -> None:
+        """Those of them that were let in meanwhile are taken out, once."""
+        for task, accepted in [one for one in known.items() if not one[1].is_stranger()]:
+            self._no_stranger(task, accepted.host)
+
+    def _no_stranger(self, task: asyncio.Task[None], host: str) -> None:
+        if self._strangers.pop(task, None) is not None:
+            of_address = self._strangers_of[host]
+            del of_address[task]
+            if not of_address:
+                del self._strangers_of[host]
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         accepted = self._links.pop(task)
@@ -404,12 +427,7 @@ class Listener:
             accepted.link.abort()
         elif accepted.sock is not None:
             accepted.sock.close()
-        host = accepted.host
-        strangers = self._strangers.get(host)
-        if strangers is not None:
-            strangers.pop(task, None)
-            if not strangers:
-                del self._strangers[host]
+        self._no_stranger(task, accepted.host)
 
     async def _serve_socket(self, sock: socket.socket, peer: str, accepted: _Accepted) -> None:
         try:
@@ -549,7 +567,7 @@ def _watches_descriptors(loop: asyncio.AbstractEventLoop) -> bool:
     return hasattr(socket.socket, "sendmsg") and type(loop).add_reader is not asyncio.AbstractEventLoop.add_reader
 
 
-def _bind(family: socket.AddressFamily, address: Any, host: str, port: int, backlog: int) -> socket.socket | None:
+def _bind(family: socket.AddressFamily, address: Any, host: str, port: int) -> socket.socket | None:
     literal = ":" in host
     try:
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -562,7 +580,7 @@ def _bind(family: socket.AddressFamily, address: Any, host: str, port: int, back
             with suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
-        sock.listen(backlog)
+        sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRNOTAVAIL and family == socket.AF_INET6 and not literal:

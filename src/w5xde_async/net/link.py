@@ -46,17 +46,18 @@ class Link:
     """One peer, whole frames, in order: over any pair of a reader and a writer, which it owns from now on.
 
     caps         what the next header may hold; starts at HANDSHAKE_CAPS
+    let_in       whether it is known to be no stranger's: of those there are few at once (net.endpoint)
     certificate  the peer's (DER) under TLS, else empty: what the proof of the handshake is bound to
     encrypted    whether TLS protects the connection, whosever certificate it is
     """
 
     __slots__ = (
         "_filling", "_reader", "_receiving", "_refused", "_sending", "_views", "_writer", "caps", "certificate",
-        "encrypted",
+        "encrypted", "let_in",
     )  # fmt: skip
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.caps = HANDSHAKE_CAPS
+        self.caps, self.let_in = HANDSHAKE_CAPS, False
         self._reader, self._writer = our_pair(reader, writer)
         tls = writer.get_extra_info("ssl_object")
         self.encrypted = tls is not None

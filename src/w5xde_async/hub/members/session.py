@@ -417,6 +417,7 @@ class Session:
             await self.link.send(encode(Probed(self._wall(), num_values, leaf_s, update, filler, island)))
         if isinstance(received.message, Volunteer):
             if not await self._keeps_out():
+                self.link.let_in = True  # of one island alone there may be many
                 await self._bring_together(received.message)
             return False
         if not isinstance(received.message, Introduction):
@@ -432,7 +433,7 @@ class Session:
         if refusal is not None:
             await self._say(encode(refusal))
             return False
-        self.link.caps = SESSION_CAPS
+        self.link.caps, self.link.let_in = SESSION_CAPS, True
         message, buffers = self._admission.welcome(self)
         await self.link.send(encode(message, buffers))
         return True
