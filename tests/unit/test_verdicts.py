@@ -117,6 +117,36 @@ def test_who_comes_back_is_told_of_leases_alike_together() -> None:
         assert book.take() == [("a", partly, APPLIED, (0,)), ("a", whole, APPLIED, ()), ("a", (999,), STALE, ())]
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_leases_alike_are_told_of_together_when_their_step_ends_or_their_worker_leaves(leaves: bool) -> None:
+    book, many = Book(), range(1, 601)
+    for lease in many:
+        book.verdicts.received(lease, "a", 0)
+        book.verdicts.finished(lease, "a")
+        if lease % 2:
+            book.verdicts.turned_away(lease, "a")
+    if leaves:
+        book.verdicts.presume("a")
+    else:
+        book.verdicts.committed(4)
+    partly, whole = ("a", tuple(many[::2]), APPLIED, (0,)), ("a", tuple(many[1::2]), APPLIED, ())
+    assert book.take() == [partly, whole]
+
+
+def test_what_counts_is_written_while_the_event_loop_goes_on() -> None:
+    """A checkpoint's thread asks for it."""
+    counted = Counted()
+
+    class Version(int):
+        def __ge__(self, other: int) -> bool:  # as another thread's turn would come in the middle
+            counted.note(3, (), 7)
+            return super().__ge__(other)
+
+    counted.note(1, (), Version(5))
+    counted.note(2, (0,), Version(6))
+    assert counted.records(0, 9) == [[1], [2, 0]]
+
+
 def test_another_workers_leases_tell_nothing(book: Book) -> None:
     verdicts = book.verdicts
     verdicts.received(1, "a", 0)
@@ -183,7 +213,7 @@ def test_the_next_coordinator_says_what_had_counted(book: Book) -> None:
     verdicts.received(5, "c", 0)
     verdicts.finished(5, "c")
     kept = json.loads(json.dumps(book.counted.records(4, 4)))
-    assert kept == [[2, 1], [1]]  # those that count in part are settled first
+    assert kept == [[1], [2, 1]]
     later = Book()
     later.counted.restore(kept, 4)
     later.verdicts.returned("a", [1])

@@ -25,6 +25,8 @@ from w5xde_async.wire.messages import Verdict, VerdictCode
 _MOST_GONE = 512  # workers that have left and whose verdicts are kept for their return
 _MOST_COUNTED = 4096  # leases, of workers that never came back
 
+_Fate = tuple[VerdictCode | int, str, tuple[int, ...]]  # code, reason and buckets of a verdict
+
 
 class Counted:
     """Leases of one run that count, whole or in part, and whose workers may not know it yet. No lease of another term
@@ -48,8 +50,9 @@ class Counted:
         return None if (found := self._leases.get(lease)) is None else found[1]
 
     def records(self, first: int, last: int) -> list[list[int]]:
-        """Those that count since these versions, each with its buckets: for journal and checkpoints."""
-        return [[lease, *b] for lease, (version, b) in self._leases.items() if first <= version <= last]
+        """Those that count since these versions, each with its buckets: for journal and checkpoints. In any thread."""
+        known = list(self._leases.items())  # at once: the event loop goes on meanwhile
+        return [[lease, *b] for lease, (version, b) in known if first <= version <= last]
 
     def clear(self) -> None:
         """Nothing is known."""
@@ -115,7 +118,7 @@ class Verdicts:
             return
         if not known.waits:  # else it says so twice
             known.partly, known.answer = True, known.answer or (code, reason)
-            self._settle(lease, self.version + 1)
+            self._settle((lease,), self.version + 1)
 
     def confirmed(self, worker: str, version: int) -> None:
         """A worker has answered for a version: it has read what was sent before that."""
@@ -133,14 +136,14 @@ class Verdicts:
         if known is not None:
             known.unsettled.discard(bucket)
             known.partly = True
-            self._settle(lease, self.version + 1)
+            self._settle((lease,), self.version + 1)
 
     def decided(self, lease: int, code: VerdictCode, reason: str) -> None:
         """What was finished is discarded, or counts as a whole."""
         known = self._leases.get(lease)
         if known is not None:
             known.waits, known.answer = False, (code, reason)
-            self._settle(lease, self.version + 1)
+            self._settle((lease,), self.version + 1)
 
     def published(self, version: int) -> None:
         """A version was made of results whose verdicts are said one by one."""
@@ -149,32 +152,28 @@ class Verdicts:
     def committed(self, version: int) -> None:
         """A step was committed with all that was received for it. Before workers are told of the version."""
         self.version = version
-        whole: dict[str, list[int]] = {}
-        for lease, known in list(self._leases.items()):
+        for known in self._leases.values():
             known.counted |= known.unsettled
             known.unsettled.clear()
             if known.waits and not known.partly:
-                whole.setdefault(known.worker, []).append(lease)
-                del self._leases[lease]
-                continue
+                known.answer = (VerdictCode.APPLIED, "")
             known.waits = False
-            self._settle(lease, version)
-        for worker, leases in whole.items():
-            self._say(worker, Verdict(tuple(leases), VerdictCode.APPLIED, ""), version)
+        self._settle(list(self._leases), version)
 
     def presume(self, worker: str) -> None:
         """The worker leaves before its step is committed: what is in the step's sums counts when that is.
 
         The worker is told so now. A coordinator that is killed before the commit breaks that word.
         """
-        for lease, known in list(self._leases.items()):
-            if known.worker == worker:
-                known.counted |= known.unsettled
-                known.unsettled.clear()
-                known.waits = False
-                if not known.partly:
-                    known.answer = (VerdictCode.APPLIED, "")
-                self._settle(lease, self.version + 1)
+        its = [lease for lease, known in self._leases.items() if known.worker == worker]
+        for lease in its:
+            known = self._leases[lease]
+            known.counted |= known.unsettled
+            known.unsettled.clear()
+            known.waits = False
+            if not known.partly:
+                known.answer = (VerdictCode.APPLIED, "")
+        self._settle(its, self.version + 1)
 
     # -- who comes and goes --------------------------------------------------------------------------------
 
@@ -190,24 +189,20 @@ class Verdicts:
 
     def returned(self, worker: str, awaited: Iterable[int]) -> None:
         """A worker is here again, or for the first time, and lacks the verdicts on ``awaited``."""
-        told = self._told.pop(worker, {})
-        alike: dict[
-            tuple[VerdictCode | int, str, tuple[int, ...]], list[int]
-        ] = {}  # a message for each, not each lease
+        told, known_of = self._told.pop(worker, {}), list[tuple[str, int, _Fate]]()
         for lease in awaited:
             known = self._leases.get(lease)
             if known is not None and known.worker == worker:
                 continue  # it comes
             if lease in told:
                 verdict = told[lease].verdict
-                what = verdict.code, verdict.reason, verdict.buckets
+                fate: _Fate = verdict.code, verdict.reason, verdict.buckets
             elif (counts := self._counted.buckets_of(lease)) is not None:
-                what = VerdictCode.APPLIED, "", counts
+                fate = VerdictCode.APPLIED, "", counts
             else:
-                what = VerdictCode.STALE, "nothing of it counted", ()
-            alike.setdefault(what, []).append(lease)
-        for (code, reason, buckets), leases in alike.items():
-            self._say(worker, Verdict(tuple(leases), code, reason, buckets), self.version + 1)
+                fate = VerdictCode.STALE, "nothing of it counted", ()
+            known_of.append((worker, lease, fate))
+        self._tell(known_of, self.version + 1)
 
     # -- inner ---------------------------------------------------------------------------------------------
 
@@ -217,17 +212,28 @@ class Verdicts:
             known = self._leases[lease] = _Lease(worker)
         return known
 
-    def _settle(self, lease: int, version: int) -> None:
-        """Say what became of a lease, once all of it is known."""
-        known = self._leases[lease]
-        if known.waits or known.unsettled or known.answer is None:
-            return
-        del self._leases[lease]
-        code, reason = known.answer
-        buckets: tuple[int, ...] = ()
-        if known.counted:
-            code, buckets = VerdictCode.APPLIED, tuple(sorted(known.counted)) if known.partly else ()
-        self._say(known.worker, Verdict((lease,), code, reason, buckets), version)
+    def _settle(self, leases: Iterable[int], version: int) -> None:
+        """Say what became of leases, of each once all of it is known."""
+        settled = list[tuple[str, int, _Fate]]()
+        for lease in leases:
+            known = self._leases[lease]
+            if known.waits or known.unsettled or known.answer is None:
+                continue
+            del self._leases[lease]
+            code, reason = known.answer
+            buckets: tuple[int, ...] = ()
+            if known.counted:
+                code, buckets = VerdictCode.APPLIED, tuple(sorted(known.counted)) if known.partly else ()
+            settled.append((known.worker, lease, (code, reason, buckets)))
+        self._tell(settled, version)
+
+    def _tell(self, leases: Iterable[tuple[str, int, _Fate]], version: int) -> None:
+        """A message for all of a worker's that have the same fate: its session ends if too many wait to be sent."""
+        alike: dict[tuple[str, _Fate], list[int]] = {}
+        for worker, lease, fate in leases:
+            alike.setdefault((worker, fate), []).append(lease)
+        for (worker, (code, reason, buckets)), same in alike.items():
+            self._say(worker, Verdict(tuple(same), code, reason, buckets), version)
 
     def _say(self, worker: str, verdict: Verdict, version: int) -> None:
         self._post(worker, verdict)
