@@ -8,11 +8,13 @@ import time
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from msgspec import structs
+from tests.simulator.loop import VirtualLoop
 from tests.support import lying, reference
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 from tests.support.memory_links import memory_pair
@@ -36,11 +38,13 @@ from w5xde_async.wire.messages import (
     Challenge,
     Done,
     Hello,
+    Introduction,
     Message,
     ProgramRequest,
     Proof,
     Refusal,
     Volunteer,
+    Welcome,
 )
 from w5xde_async.worker.connection.handshake import ask, join, meet
 from w5xde_async.worker.service import Departure, Worker
@@ -255,6 +259,42 @@ async def test_who_is_locked_out_meets_nobody_and_is_told_nothing(name: str, cod
                 await say(serves(), token=held.invited(name), identity=name)
             assert caught.value.code is code
         assert not run.training.roster._meeting.num_waiting("dp=2", 2)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (0, "silent for 10 s before it had proved itself"),
+        (1, "silent for 10 s before it had proved itself"),
+        (2, "silent for 10 s before it had said what it wants"),
+        (3, "the description of the run (WELCOME) had not left for it within 10 s"),
+    ],
+)
+def test_why_a_handshake_takes_too_long_is_said(said: int, why: str) -> None:
+    told = []
+
+    class Members(SimpleNamespace):
+        def left(self, session: Session, reason: str, *, clean: bool) -> None:
+            told.append(reason)
+
+    async def greets() -> None:
+        near, far = memory_pair(limit_bytes=64)
+        welcome = Welcome("r", "run", 1, 0, "fp32", 1, 1, 1 << 16, bytes(32), 1.0, 12.0)
+        members: Any = Members(admit=lambda session: None, welcome=lambda session: (welcome, []))
+        session = Session(near, members, members, token="", handshake_s=10.0, incarnation=1)
+        running = asyncio.create_task(session.run())
+        for number, message in enumerate((Hello(PROTOCOL_VERSION, bytes(32), "", "", ""), Proof(b""))):
+            if number < said:
+                await far.send(encode(message))
+                await far.recv()
+        if said == 3:
+            await far.send(encode(Introduction("key", "slow", "1")))
+        await running
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(greets())
+    assert len(told) == 1
+    assert told[0].startswith(why)
 
 
 async def test_the_program_is_sent_once_on_a_link() -> None:

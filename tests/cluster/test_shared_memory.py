@@ -9,14 +9,17 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, Commits, all_gone, settings
+from tests.support.scripted import said, scripted, settle
 from torch import nn
 
 from w5xde_async.compute.engine import Engine
@@ -30,7 +33,8 @@ from w5xde_async.errors import UsageError
 from w5xde_async.hub.members import roster
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
-from w5xde_async.params.flat import ResultVector, named_digest
+from w5xde_async.net.link import Link
+from w5xde_async.params.flat import FlatState, ResultVector, named_digest
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.segments import Opened, Segment, Unshared, unsupported
@@ -226,6 +230,32 @@ async def test_where_it_cannot_be_the_link_carries_the_bytes_and_shm_is_an_error
     async with Coordinator(made, config=settings()) as coordinator:
         with pytest.raises(UsageError, match=r"--link shm: .*(its log says why|no memory for this)"):
             await Worker(coordinator.address, job=made, config=replace(QUICK_WORKER, link=link)).run()
+
+
+async def test_a_coordinator_that_can_start_no_thread_takes_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(ThreadPoolExecutor):
+        is_full = False
+
+        def submit(self, *args: Any, **kwargs: Any) -> Any:
+            if self.is_full:
+                raise RuntimeError("can't start new thread")
+            return super().submit(*args, **kwargs)
+
+    monkeypatch.setattr(Link, "same_host", True)
+    pool = Full(1)
+    asyncio.get_running_loop().set_default_executor(pool)
+    async with scripted() as run:
+        members, layout = run.training.roster, run.prepared.spec.layout
+        segment = Segment("parameters", FlatState.nbytes(layout), bytes(32))
+        members._greeting = replace(members._greeting, segment=segment)
+        worker = await run.worker("a", ready=False)
+        pool.is_full = True
+        await worker.link.send(encode(structs.replace(said(run), memory=(1, 2, 3))))
+        await settle()
+        pool.is_full = False
+        assert members.sessions == {"a": worker.session}
+        assert worker.session.kind == "tcp"
+        segment.close()
 
 
 @pytest.mark.parametrize("link_ends", [True, False])

@@ -41,6 +41,13 @@ async def test_who_has_given_up_or_is_gone_is_nobodys_partner() -> None:
     assert (await first, second) == (Rendezvous(0, "first", 2), Rendezvous(1, "first", 2))
 
 
+async def test_who_is_found_in_the_turn_in_which_its_patience_ends_is_told() -> None:
+    """The others have been sent to it."""
+    meeting = Meeting()
+    found = await asyncio.gather(meeting.wait("dp=2", 2, "a", 1, 0.0), meeting.wait("dp=2", 2, "b", 2, 5.0))
+    assert found == [Rendezvous(0, "a", 1), Rendezvous(1, "a", 1)]
+
+
 def test_the_address_of_an_interface() -> None:
     assert address_of("lo") == "127.0.0.1"
     with pytest.raises(UsageError, match=r"none of this machine.s: .*lo"):

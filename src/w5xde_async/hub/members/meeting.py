@@ -34,8 +34,8 @@ class Meeting:
         try:
             async with asyncio.timeout(seconds):
                 return await found
-        except TimeoutError:
-            return None
+        except TimeoutError:  # in the turn in which the last one came: the others have been told of this one
+            return found.result() if found.done() and not found.cancelled() else None
         finally:
             if not found.done() or found.cancelled():
                 still = self._waiting.get((shape, ranks))

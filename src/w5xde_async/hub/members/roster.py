@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 
 from msgspec import structs
@@ -33,6 +34,7 @@ from w5xde_async.plan.numerics import RunNumerics, fits, refusal
 from w5xde_async.segments import Segment, Unshared
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import Bus, Warned, WorkerJoined, WorkerLeft, WorkerQuarantined
+from w5xde_async.threads import submitted
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.handshake import State
 from w5xde_async.wire.messages import (
@@ -474,10 +476,14 @@ class Roster:
         segment, hello = self._offered(session), session.hello
         if not ready.memory or segment is None or hello is None:
             return
+        opened = partial(SharedResults, segment, ready.memory, hello.nonce, self._greeting.layout)
         try:
-            session.shared = await asyncio.get_running_loop().run_in_executor(
-                None, SharedResults, segment, ready.memory, hello.nonce, self._greeting.layout
-            )
+            job = submitted(partial(asyncio.get_running_loop().run_in_executor, None), opened)
+        except RuntimeError as error:  # it can start no thread
+            logger.info("results come over the network worker=%s reason=%s", session.name, error)
+            return
+        try:
+            session.shared = await asyncio.wrap_future(job)
         except Unshared as error:
             logger.info("results come over the network worker=%s reason=%s", session.name, error.reason)
             return

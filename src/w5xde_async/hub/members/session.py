@@ -77,6 +77,15 @@ _MOST_MESSAGES = 256  # small ones that may wait for one worker
 _TALK_RATE, _TALK_BURST = 256, 2048  # messages a second, and at once, that no lease authorizes
 _GARBAGE_BYTES = 64 << 20  # results that nothing authorizes: more than this in a row is no accident
 
+#: Why one is dropped whose handshake takes too long, by how far that has come.
+_SILENT = "silent for {seconds:.0f} s before it had "
+_OVERDUE = {
+    **dict.fromkeys(State, _SILENT + "proved itself"),
+    State.NAMING: _SILENT + "said what it wants",
+    State.JOINING: "the description of the run (WELCOME) had not left for it within {seconds:.0f} s: its line is slow, "
+    "or it takes nothing",
+}
+
 #: Of one connection, in the time that a handshake may take: 3 MB each way.
 _MOST_PROBES = 1024
 
@@ -338,7 +347,7 @@ class Session:
             await self._serve()
             reason, clean = self._end_reason or "said goodbye", not self._mismatch
         except TimeoutError:
-            reason = f"silent for {self._handshake_s:.0f} s before it had proved itself"
+            reason = _OVERDUE[self.state].format(seconds=self._handshake_s)
         except RemoteError as error:
             reason = f"broke the protocol: {error}"
             self.given_up = self.broke_protocol = True  # it did not die of its work
@@ -602,11 +611,7 @@ class Session:
         if view is not None:
             self.receiving, self._receiving_bytes = message.lease, specs[0].nbytes
             return (view,)
-        nbytes = specs[0].nbytes
-        self._garbage += 0 if authorized else nbytes
-        if self._garbage > max(_GARBAGE_BYTES, 64 * nbytes):
-            raise RemoteError("it keeps sending results that no lease authorizes")
-        return (self.scratch(nbytes),)
+        return (self._unplaced(specs[0].nbytes, authorized=authorized),)
 
     def _accept_pieces(self, message: Result, specs: Sequence[BufferSpec]) -> Sequence[memoryview]:
         nbytes = sum(spec.nbytes for spec in specs)
@@ -614,11 +619,16 @@ class Session:
         if views is not None:
             self.receiving, self._receiving_bytes = message.lease, nbytes
             return views
+        scratch = self._unplaced(nbytes, authorized=authorized)
+        ends = accumulate(spec.nbytes for spec in specs)
+        return [scratch[end - spec.nbytes : end] for spec, end in zip(specs, ends, strict=True)]
+
+    def _unplaced(self, nbytes: int, *, authorized: bool) -> memoryview:
+        """Memory for a result that is dropped."""
         self._garbage += 0 if authorized else nbytes
         if self._garbage > max(_GARBAGE_BYTES, 64 * nbytes):
             raise RemoteError("it keeps sending results that no lease authorizes")
-        scratch, ends = self.scratch(nbytes), accumulate(spec.nbytes for spec in specs)
-        return [scratch[end - spec.nbytes : end] for spec, end in zip(specs, ends, strict=True)]
+        return self.scratch(nbytes)
 
     # -- out -----------------------------------------------------------------------------------------------
 
