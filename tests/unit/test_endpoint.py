@@ -430,6 +430,26 @@ async def test_a_silent_tls_handshake_blocks_nobody():
         await asyncio.gather(link.aclose(), listener.aclose())
 
 
+async def test_a_certificate_names_a_host_without_the_dot_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes writes names with it; they are asked for as they are written."""
+    asked = []
+
+    def ask(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
+        asked.append(host)
+        return [(socket.AF_INET, ("127.0.0.1", port))]
+
+    monkeypatch.setattr(endpoint, "_ask_resolver", ask)
+    authority = trustme.CA()
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("node.example").configure_cert(server)
+    authority.configure_trust(client)
+    listener = await listen("127.0.0.1", 0, echo, ssl=server)
+    link = await connect("node.example.", listener.port, timeout_s=5, ssl=client)
+    await beat(link)
+    assert asked == ["node.example."]
+    await asyncio.gather(link.aclose(), listener.aclose())
+
+
 async def test_a_tls_handshake_has_a_deadline(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(endpoint, "HANDSHAKE_S", 0.05)
     authority = trustme.CA()

@@ -123,6 +123,12 @@ def test_files_with_secrets_are_for_their_owner_alone(tmp_path: Path):
         write_private_line(path, content)
         with pytest.raises(UsageError, match=f"{what}; copy it once more from where it was made"):
             read_secret_file(path)
+    longest = Invitation(host="h", port=1, certificate=bytes(32), secret="ä" * 2000)
+    write_private_line(path, longest.reveal())
+    assert Invitation.parse(read_secret_file(path), place="here") == longest
+    write_private_line(path, "x" * 20_000)
+    with pytest.raises(UsageError, match="has more than 16384 characters"):
+        read_secret_file(path)
     write_private_line(path, "\ufeffof an editor's")
     assert read_secret_file(path) == "of an editor's"
     with pytest.raises(UsageError, match="No such file"):
@@ -159,6 +165,16 @@ def test_an_own_certificate_is_made_once_and_kept_private(tmp_path: Path):
     context = server_context(files)
     assert context.minimum_version == ssl.TLSVersion.TLSv1_3
     assert client_context(TlsFiles()).minimum_version == ssl.TLSVersion.TLSv1_3
+
+
+def test_before_a_certificate_may_be_words_in_any_alphabet(tmp_path: Path) -> None:
+    """As ``openssl pkcs12`` writes them. OpenSSL reads on until the certificate begins."""
+    files = own_certificate(tmp_path, "run")
+    assert files.cert is not None
+    known = certificate_hash(files.cert)
+    files.cert.write_bytes("Bag Attributes\n    friendlyName: Zürich\n".encode() + files.cert.read_bytes())
+    server_context(files)
+    assert certificate_hash(files.cert) == known
 
 
 def test_tls_files_that_will_not_do_are_named(tmp_path: Path):

@@ -512,7 +512,8 @@ async def _connect_one(
     except BaseException:
         sock.close()
         raise
-    return await _attach(sock, peer, tls=tls, bulk=bulk, server_hostname=host)
+    name = host.removesuffix(".")  # certificates name a host without the root's dot
+    return await _attach(sock, peer, tls=tls, bulk=bulk, server_hostname=name)
 
 
 async def _sock_connect(loop: asyncio.AbstractEventLoop, sock: socket.socket, address: Any) -> None:

@@ -28,6 +28,7 @@ from w5xde_async.net.tls import is_exposed, write_private
 _SCHEME = "w5xde"
 _LEAST_BITS, _LEAST_CHARACTERS = 128, 8  # of a secret; and different ones of its characters
 MOST_ALSO = 7
+_MOST_CHARACTERS = 16_384  # of a secret's file: a join string may have three for each of a secret's 4000 bytes
 _STDIN = Path("/dev/stdin")
 _OF_SHELLS = (Path("/dev/fd"), Path("/proc/self/fd"))  # what they call the pipe of <(...)
 _IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -164,12 +165,15 @@ def read_secret_file(path: Path, *, kind: str = "secret file") -> str:
                 raise UsageError(f"{kind} {path} is no regular file; write the line into one of mode 0600")
             if piped:
                 os.set_blocking(file.fileno(), True)
-            text = file.read(4096).strip()
+            text = file.read(_MOST_CHARACTERS + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise UsageError(f"{kind} {path} cannot be read: {reason}") from error
     if is_exposed(status):
         raise UsageError(f"{kind} {path} can be read by others; run: chmod 600 {shlex.quote(str(path))}")
+    if len(text) > _MOST_CHARACTERS:
+        raise UsageError(f"{kind} {path} has more than {_MOST_CHARACTERS} characters; write the one line alone into it")
+    text = text.strip()
     if not text or len(text.splitlines()) != 1:
         what = f"{kind} {path} {'does not hold one line' if text else 'is empty'}"
         raise UsageError(f"{what}; copy it once more from where it was made")

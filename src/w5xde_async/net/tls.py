@@ -143,7 +143,7 @@ def out_of_date(cert: Path, now: datetime.datetime) -> str:
 def certificate_hash(cert: Path) -> bytes:
     """SHA-256 over the first certificate of a PEM file (DER). Raises UsageError."""
     try:
-        text = cert.read_text(encoding="ascii")
+        text = cert.read_text(encoding="ascii", errors="replace")  # before the certificate may be words
         begin = text.index("-----BEGIN CERTIFICATE-----")
         end = text.index("-----END CERTIFICATE-----", begin) + len("-----END CERTIFICATE-----")
         return hashlib.sha256(ssl.PEM_cert_to_DER_cert(text[begin:end])).digest()
