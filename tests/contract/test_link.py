@@ -337,6 +337,27 @@ async def test_what_was_sent_before_aclose_arrives_though_nobody_read_the_peers(
     await closing
 
 
+async def test_what_was_sent_before_aclose_arrives_though_this_side_still_reads(network: Pair):
+    """A link that is closed mostly waits for its peer's next frame. What is sent may wait in a transport."""
+    reading, payload = asyncio.create_task(network.near.recv()), pattern(250_000)
+    taking = asyncio.Event()
+
+    async def take() -> bytes:
+        await taking.wait()
+        return bytes((await network.far.recv(allocate)).buffers[0])
+
+    took = asyncio.create_task(take())
+    async with asyncio.timeout(5):
+        await network.near.send(frame(payload))
+        closing = asyncio.create_task(network.near.aclose())
+        await asyncio.sleep(0)
+        taking.set()
+        assert await took == payload
+    await closing
+    with pytest.raises(LinkLost, match=CLOSED_HERE):
+        await reading
+
+
 @pytest.mark.parametrize("keep", [2, 8, 60])
 async def test_end_in_the_middle_of_a_frame(pair: Pair, keep: int):
     data = b"".join(frame(pattern(100)))

@@ -70,3 +70,22 @@ async def test_cancelled_in_any_turn_it_leaves_nothing(turns: int, monkeypatch: 
     assert cancelled != bool(kept)
     worked = set(seen.begun) - set(seen.cancelled)
     assert sorted([*kept, *seen.discarded]) == sorted(worked)
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_of_two_that_worked_at_once_and_were_cancelled_none_is_left(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(racing, "DELAY_S", 0)
+    seen, go = Attempts(), asyncio.Event()
+    attempts = [seen.one("a", go.wait), seen.one("b", go.wait)]
+    racing_task = asyncio.ensure_future(first_that_works(attempts, discard=seen.discarded.append))
+    while len(seen.begun) < 2:  # noqa: ASYNC110 - both wait for the same
+        await asyncio.sleep(0)
+    go.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    racing_task.cancel()
+    (result,) = await asyncio.gather(racing_task, return_exceptions=True)
+    kept = [] if isinstance(result, BaseException) else [result]
+    assert sorted([*kept, *seen.discarded, *seen.cancelled]) == ["a", "b"]

@@ -20,6 +20,7 @@ from w5xde_async.net.stream import (
     CLOSED_HERE,
     CUT_OFF,
     FILL_BYTES,
+    LINGER_S,
     Reader,
     StreamLost,
     Writer,
@@ -306,6 +307,26 @@ async def test_the_goodbye_waits_for_a_full_kernel(encrypted: tuple[EncryptedCha
     assert len(said) == 3
     with pytest.raises(StreamLost):
         await far.receive(memoryview(bytearray(1)), 1)
+
+
+async def test_a_goodbye_that_waits_for_a_full_kernel_ends_with_the_link(
+    encrypted: tuple[EncryptedChannel, EncryptedChannel], monkeypatch: pytest.MonkeyPatch
+):
+    near, _ = encrypted
+    tried = asyncio.Event()
+
+    def unwrap() -> None:
+        tried.set()
+        raise ssl.SSLWantWriteError
+
+    near._tls.unwrap = unwrap
+    monkeypatch.setattr(near._loop, "add_writer", lambda *args: None)  # the kernel is full
+    closing = asyncio.create_task(near.aclose())
+    await tried.wait()
+    near.abort()
+    done, _ = await asyncio.wait([closing], timeout=LINGER_S / 2)
+    assert done
+    await closing
 
 
 async def test_openssl_may_have_to_send_before_it_reads_on(encrypted: tuple[EncryptedChannel, EncryptedChannel]):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, cast
 
-from w5xde_async.net.sockets import Outgoing, SocketChannel, until_readable, until_writable
+from w5xde_async.net.sockets import Outgoing, SocketChannel, set_done, until_readable, until_writable
 from w5xde_async.net.stream import CALL_BYTES, CLOSED_BY_PEER, TURN_BYTES, StreamLost, ended_by, in_pieces
 from w5xde_async.wire.frame import Buffer
 
@@ -151,7 +151,14 @@ class EncryptedChannel(SocketChannel):
                 self._tls.unwrap()
             except ssl.SSLWantWriteError:
                 self._watching_out = False
-                await until_writable(self._tls)
+                self._writing = waiting = self._loop.create_future()  # which ``abort`` ends, too
+                self._loop.add_writer(self._fd, set_done, waiting)
+                try:
+                    await waiting
+                finally:
+                    self._writing = None
+                    if not self._closed:
+                        self._loop.remove_writer(self._fd)
                 continue
             except (OSError, ValueError):
                 pass  # said, and the peer's own is still to come; or the peer was faster

@@ -47,17 +47,19 @@ async def first_that_works(attempts: Sequence[Callable[[], Awaitable[_T]]], *, d
                 errors.append(error)
         raise NoneWorked(errors)
     finally:
-        losers = running - {won} if won is not None else running
-        for task in losers:
-            task.cancel()
-        try:
-            for result in await asyncio.gather(*losers, return_exceptions=True):
-                if not isinstance(result, BaseException):
-                    discard(result)
-        except asyncio.CancelledError:
-            if won is not None:
-                discard(won.result())
-            raise
+        interrupted: asyncio.CancelledError | None = None
+        for task in running:
+            task.cancel()  # the one that has won is done
+        while going := [task for task in running if not task.done()]:
+            try:
+                await asyncio.wait(going)
+            except asyncio.CancelledError as error:
+                interrupted = error
+        for task in running:
+            if not task.cancelled() and task.exception() is None and (task is not won or interrupted is not None):
+                discard(task.result())
+        if interrupted is not None:
+            raise interrupted
 
 
 async def _awaited(attempt: Callable[[], Awaitable[_T]]) -> _T:

@@ -376,10 +376,10 @@ class SocketChannel(Channel):
 
 
 async def until_readable(sock: socket.socket) -> None:
-    """On the running loop, which must watch descriptors; nothing else may watch this one for it."""
+    """On the running loop, which must watch descriptors; nothing else may watch this one for it, or close it."""
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
-    loop.add_reader(sock, _set, ready)
+    loop.add_reader(sock, set_done, ready)
     try:
         await ready
     finally:
@@ -390,14 +390,15 @@ async def until_writable(sock: socket.socket) -> None:
     """As ``until_readable``."""
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
-    loop.add_writer(sock, _set, ready)
+    loop.add_writer(sock, set_done, ready)
     try:
         await ready
     finally:
         loop.remove_writer(sock)
 
 
-def _set(ready: asyncio.Future[None]) -> None:
+def set_done(ready: asyncio.Future[None]) -> None:
+    """For what a descriptor calls, perhaps more than once."""
     if not ready.done():
         ready.set_result(None)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from w5xde_async.net.stream import (
@@ -58,44 +58,48 @@ class StockChannel(Channel):
         super().__init__(peer_of(writer))
         self._reader, self._writer = reader, writer
         self._chunks: list[Buffer] = []
-        self._busy = 0  # receives and drains under way
+        self._receiving = self._draining = False
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._writer.get_extra_info(name, default)
 
     async def receive(self, view: memoryview, least: int) -> int:
-        got, self._target = 0, view
-        with self._moving():
-            while got < least:
-                self._check()
-                data = await self._reader.read(len(view) - got)
-                self._check()
-                if not data:
-                    raise StreamLost(self.peer, CLOSED_BY_PEER)
-                self._target[got : got + len(data)] = data
-                got += len(data)
-                self.bytes_received += len(data)
-                await self._moved(len(data))
-        self._target = NOWHERE
+        got, self._target, self._receiving = 0, view, True
+        try:
+            with self._moving():
+                while got < least:
+                    self._check()
+                    data = await self._reader.read(len(view) - got)
+                    self._check()
+                    if not data:
+                        raise StreamLost(self.peer, CLOSED_BY_PEER)
+                    self._target[got : got + len(data)] = data
+                    got += len(data)
+                    self.bytes_received += len(data)
+                    await self._moved(len(data))
+        finally:
+            self._target, self._receiving = NOWHERE, False  # let go of the caller's memory
         return got
 
     def writelines(self, chunks: Iterable[Buffer]) -> None:
         self._chunks.extend(chunks)
 
     async def drain(self) -> None:
-        chunks, self._chunks = self._chunks, []
-        with self._moving():
-            for piece in in_pieces(chunks, PIECE_BYTES):
-                self._writer.write(bytes(piece))  # memory of its own
-                await self._writer.drain()
-                self._check()
-                self.bytes_sent += len(piece)
-                await self._moved(len(piece))
+        chunks, self._chunks, self._draining = self._chunks, [], True
+        try:
+            with self._moving():
+                for piece in in_pieces(chunks, PIECE_BYTES):
+                    self._writer.write(bytes(piece))  # memory of its own
+                    await self._writer.drain()
+                    self._check()
+                    self.bytes_sent += len(piece)
+                    await self._moved(len(piece))
+        finally:
+            self._draining = False
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
         """A receive or a drain. Whatever ends the connection in it is raised as a StreamLost."""
-        self._busy += 1
         try:
             self._check()
             yield
@@ -104,8 +108,6 @@ class StockChannel(Channel):
         except OSError as error:
             self._check()
             raise StreamLost(self.peer, ended_by(error)) from None
-        finally:
-            self._busy -= 1
 
     async def _moved(self, num_bytes: int) -> None:
         self._turn += num_bytes + CALL_BYTES
@@ -117,11 +119,11 @@ class StockChannel(Channel):
             return
         try:
             async with asyncio.timeout(LINGER_S):
-                busy = self._busy > 0
-                if not busy:
+                sending = self._draining
+                if not sending:
                     await self.drain()
                 self.lost = CLOSED_HERE
-                if not busy:
+                if not sending:
                     await self._say_goodbye()
         except OSError:
             pass  # too slow, or the peer was faster
@@ -130,7 +132,7 @@ class StockChannel(Channel):
 
     async def _say_goodbye(self) -> None:
         """Until the peer's end: closing over unread bytes would reset what it has not read yet."""
-        if self._writer.can_write_eof():
+        if self._writer.can_write_eof() and not self._receiving:
             self._writer.write_eof()
             while await self._reader.read(PIECE_BYTES):
                 pass
@@ -140,4 +142,5 @@ class StockChannel(Channel):
     def abort(self, reason: str = CLOSED_HERE) -> None:
         self.lost = self.lost or reason
         self._chunks.clear()
-        self._writer.transport.abort()
+        with suppress(AttributeError):  # of asyncio's, where it has closed itself with the last of what it had to send
+            self._writer.transport.abort()
