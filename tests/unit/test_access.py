@@ -58,6 +58,12 @@ def test_a_directory_that_is_made_anew_lets_the_same_workers_in(tmp_path: Path) 
     assert Access(TLS, path).credentials.quarantined("mallory") == "it computed wrongly"
 
 
+@pytest.mark.parametrize("secret", ["", " x", "two\nlines", "x" * 4001, pytest.param("\udc80" * 30, id="halves")])
+def test_a_new_secret_is_one_line_of_text(secret: str) -> None:
+    with pytest.raises(UsageError, match="the new secret is not one line of text"):
+        Access(CoordinatorConfig(), None).rotate(secret)
+
+
 def test_what_lies_there_is_left_alone(tmp_path: Path) -> None:
     access = Access(TLS, tmp_path)
     (tmp_path / "secret").write_text("one-that-somebody-has-put-there-meanwhile-0123456789\n")

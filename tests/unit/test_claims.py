@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ def test_nobody_took_longer_than_was_seen():
     [
         ({"losses": (0.0,)}, "1 losses"),
         ({"losses": (0.0, -1e39)}, r"a loss of -1e\+39, and losses are float32"),
+        ({"losses": (math.inf, 1e39)}, r"a loss of 1e\+39, and losses are float32"),
         ({"metrics": (1.0,)}, "1 metrics"),
         ({"metric_names": ("m",), "metrics": (1.0,)}, "1 metrics"),
         ({"absent": (10**6,)}, "as absent"),

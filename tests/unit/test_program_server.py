@@ -16,6 +16,7 @@ from w5xde_async.hub.members import program_server
 from w5xde_async.hub.members.program_server import ProgramServer, _frame
 from w5xde_async.params.layout import Layout
 from w5xde_async.telemetry.events import Bus
+from w5xde_async.wire.frame import BufferSpec, encode
 from w5xde_async.wire.messages import Program, ProgramRequest
 
 
@@ -64,6 +65,16 @@ async def test_it_is_traced_for_who_asks_or_while_nobody_computes(monkeypatch: p
     await asyncio.wait([running], timeout=5.0)
     assert started == ["train.py:job"]
     assert len(asks.told) == 1
+
+
+@pytest.mark.parametrize("left", [2, 20, 900])
+def test_what_a_child_said_before_it_was_killed_is_no_program(left: int) -> None:
+    programs = ProgramServer(Layout.of(nn.Linear(2, 2)), CoordinatorConfig(), Bus())
+    text = bytes(1000)
+    said = b"".join(encode(Program(bytes(32)), [(BufferSpec("", "uint8", (1000,), "raw", 1000), text)]))
+    document, why, _ = programs._read(said[:left], 1)
+    assert document is None
+    assert why.startswith("the process that traces ended ")
 
 
 READS = """

@@ -116,7 +116,11 @@ class Access:
 
     def rotate(self, secret: str) -> None:
         """Another secret for everybody who joins from now on. Blocking. Raises UsageError, StoreError."""
-        if not secret or secret != secret.strip() or len(secret.splitlines()) != 1 or len(secret.encode()) > 4000:
+        try:
+            one_line = secret == secret.strip() and len(secret.splitlines()) == 1 and len(secret.encode()) <= 4000
+        except UnicodeError:  # halves of characters
+            one_line = False
+        if not one_line:
             raise UsageError("the new secret is not one line of text")
         if not is_loopback(self._config.host):
             check_strength(secret, "the new secret")

@@ -30,6 +30,7 @@ from w5xde_async.wire.messages import Message, Program, ProgramRequest, Refusal
 logger = logging.getLogger(__name__)
 
 _AFTER_S = 15.0  # before a child is started that nobody has asked for: local workers have come by then
+_CUT_OFF = "the process that traces ended in the middle of what it says: it may have been killed, for want of memory"
 _HINT = "start the worker with the coordinator's --job"
 
 
@@ -141,6 +142,8 @@ class ProgramServer:
             if isinstance(message, Refusal):
                 return None, message.reason, None
             for view in unloading.place(specs):
+                if len(rest) < len(view):
+                    raise ValueError(_CUT_OFF)
                 view[:], rest = rest[: len(view)], rest[len(view) :]
             taking = self._taking(unloading.document, microbatch)
         except (W5xdeError, ValueError) as error:
@@ -157,5 +160,7 @@ def _frame(output: bytes) -> tuple[Message, Sequence[BufferSpec], memoryview]:
     if len(output) < LENGTH_BYTES:
         raise ValueError("the process that traces ended without a word")
     end = LENGTH_BYTES + header_length(output[:LENGTH_BYTES], SESSION_CAPS)
+    if len(output) < end:
+        raise ValueError(_CUT_OFF)
     message, specs = decode_header(output[LENGTH_BYTES:end], SESSION_CAPS)
     return message, specs, memoryview(output)[end:]

@@ -53,8 +53,8 @@ class Claims:
         """
         if len(done.losses) != leaves:
             raise RemoteError(f"it reported {len(done.losses)} losses for lease {done.lease} of {leaves} leaves")
-        if any(_LARGEST < abs(loss) < math.inf for loss in done.losses):
-            raise RemoteError(f"it reported a loss of {max(done.losses, key=abs):.3g}, and losses are float32")
+        if large := [loss for loss in done.losses if _LARGEST < abs(loss) < math.inf]:
+            raise RemoteError(f"it reported a loss of {max(large, key=abs):.3g}, and losses are float32")
         self.check_lists(done)
         if len(done.metrics) != leaves * len(done.metric_names):
             raise RemoteError(f"it reported {len(done.metrics)} metrics for {leaves} leaves")
