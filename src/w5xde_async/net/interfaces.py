@@ -18,11 +18,16 @@ def address_of(interface: str) -> str:
         raise UsageError(f"--island-interface {interface} is none of this machine's: {', '.join(names)}")
     if sys.platform != "linux":
         raise UsageError("--island-interface works on Linux")
+    try:
+        return ipv4_of(interface)
+    except OSError as error:
+        raise UsageError(f"--island-interface {interface} has no IPv4 address: {error.strerror}") from None
+
+
+def ipv4_of(interface: str) -> str:
+    """Its IPv4 address; Linux alone says it without a library. Raises OSError."""
     import fcntl  # there only
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError as error:
-            raise UsageError(f"--island-interface {interface} has no IPv4 address: {error.strerror}") from None
+        answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
     return socket.inet_ntoa(answer[20:24])

@@ -7,7 +7,6 @@ to find out: a join string names them all, the likeliest first.
 from __future__ import annotations
 
 import socket
-import struct
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,11 +15,11 @@ from pathlib import Path
 
 from w5xde_async.errors import UsageError
 from w5xde_async.net.endpoint import DEFAULT_PORT, parse_address
+from w5xde_async.net.interfaces import ipv4_of
 from w5xde_async.net.join import MOST_ALSO
 
 _MOST = 1 + MOST_ALSO
 _ANY = ("", "0.0.0.0", "::")
-_SIOCGIFADDR = 0x8915  # Linux
 #: Reserved for documentation: a route to them is the default route.
 _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
@@ -77,16 +76,12 @@ def _of_default_routes() -> Iterator[str]:
 
 
 def _of_interfaces() -> Iterator[str]:
-    """Linux alone says it without a library."""
     if sys.platform != "linux":
         return
-    import fcntl
-
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with suppress(OSError):
         for _, name in socket.if_nameindex():
             with suppress(OSError):
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                yield socket.inet_ntoa(answer[20:24])
+                yield ipv4_of(name)
     with suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
             yield str(ip_address(bytes.fromhex(line.split()[0])))
