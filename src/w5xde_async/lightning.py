@@ -38,8 +38,10 @@ _DECIDING = (
 #: Methods that mostly log.
 _TELLING = (
     "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
-    "on_train_batch_end",
+    "on_train_batch_end", "teardown",
 )  # fmt: skip
+#: Methods that make the model and its data what they are, called once for the whole run.
+_MAKING = ("prepare_data", "setup", "configure_model", "teardown")
 
 
 def job_of(
@@ -104,7 +106,7 @@ def job_of(
         seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),  # as seed_everything leaves it
         shuffle=isinstance(loader.sampler, RandomSampler),  # no stream has one
         drop_last=drop_last,
-        evaluate=_evaluate(trainer, held_out) if evaluates else None,
+        evaluate=_evaluate(trainer, held_out, datamodule) if evaluates else None,
         evaluate_every=_every(trainer, loader, epoch_steps) if evaluates else None,
         keep_best=next(iter(_bests(trainer)), None) if evaluates else None,
     )
@@ -124,6 +126,9 @@ def _refuse(trainer: Any, model: Any, data: Any) -> None:
 
     hint = "optimize in training_step's return value: one loss, one optimizer"
     _need(model.automatic_optimization, "LightningModule", "it optimizes by hand (automatic_optimization)", hint)
+    takes_all = "dataloader_iter" in inspect.signature(model.training_step).parameters
+    hint = "take one batch"
+    _need(not takes_all, "LightningModule", "its training_step takes batches by itself (dataloader_iter)", hint)
     for part in (model, data):
         for name in _DECIDING:
             hint = "do it in training_step, in the dataset or in its collate_fn"
@@ -141,6 +146,7 @@ def _refuse(trainer: Any, model: Any, data: Any) -> None:
     for name, whole in (("overfit_batches", 0.0), ("limit_train_batches", 1.0)):
         given = getattr(trainer, name)
         need(type(given) is float and given == whole, f"{name} is {given}", hint)
+    need(hasattr(trainer, "val_check_interval"), "val_check_interval is a time", "give it in batches or in epochs")
     reloads = trainer.reload_dataloaders_every_n_epochs
     need(not reloads, "reload_dataloaders_every_n_epochs is given", "a run has one dataset")
 
@@ -191,6 +197,8 @@ def _left(trainer: Any, model: Any, loader: Any, job: Job) -> list[str]:
             "of the next"
         )
     between = _batches_between(trainer, loader) if job.evaluate else 0
+    if between and (epochs := trainer.check_val_every_n_epoch or 1) > 1:
+        left.append(f"check_val_every_n_epoch={epochs}: with a val_check_interval evaluated is in every epoch")
     if between % trainer.accumulate_grad_batches:
         left.append(
             f"a val_check_interval of {between} batches, which are no whole number of steps: evaluated is every "
@@ -328,8 +336,8 @@ def _step(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
     return found["loss"] if isinstance(found, Mapping) else found, metrics
 
 
-def _evaluate(trainer: Any, held_out: Any) -> Callable[[nn.Module], dict[str, float]]:
-    """``trainer.validate`` of another model, by a Trainer that shows and writes nothing: what its callbacks would see.
+def _evaluate(trainer: Any, held_out: Any, datamodule: Any) -> Callable[[nn.Module], dict[str, float]]:
+    """What ``trainer.fit`` evaluates, by a Trainer that shows and writes nothing: what its callbacks would see.
 
     That is more than ``validate`` returns, which leaves out what is not for loggers, by name or altogether.
     """
@@ -340,16 +348,34 @@ def _evaluate(trainer: Any, held_out: Any) -> Callable[[nn.Module], dict[str, fl
         quiet = type(trainer)(
             accelerator="cpu", devices=1, logger=False, precision=trainer.precision,
             limit_val_batches=trainer.limit_val_batches, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
+            enable_model_summary=False, inference_mode=False,  # as within fit: a validation_step may take gradients
         )  # fmt: skip
     finally:
         says.setLevel(level)
+    quiet.datamodule = datamodule
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        quiet.validate(model, held_out, verbose=False)
+        with _as_made(model, *([] if datamodule is None else [datamodule])):
+            quiet.validate(model, held_out, verbose=False)
         return {name: float(value) for name, value in quiet.callback_metrics.items()}
 
     return evaluate
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+@contextmanager
+def _as_made(*parts: Any) -> Iterator[None]:
+    """``validate`` makes nothing again, as it would by itself: ``setup`` may build layers, with new weights."""
+    for part in parts:
+        vars(part).update(dict.fromkeys(_MAKING, _nothing))
+    try:
+        yield
+    finally:
+        for part in parts:
+            for name in _MAKING:
+                del vars(part)[name]
 
 
 def _every(trainer: Any, loader: Any, epoch_steps: int | None) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -288,6 +289,40 @@ def test_the_best_goes_by_what_a_checkpoint_of_lightning_goes_by(pl: Any, how: d
     assert found == pytest.approx(float(fitted.checkpoint_callback.best_model_score), rel=1e-5)
 
 
+def test_an_evaluation_is_of_the_trained_weights_and_makes_nothing_again(pl: Any) -> None:
+    """``setup`` may build layers: called again, it would give the evaluated model new ones. In ``fit`` nobody does."""
+    made: list[str] = []
+
+    def makes(self: Any) -> None:
+        made.append(f"{type(self).__name__}.prepare_data")
+
+    def sets_up(self: Any, stage: str) -> None:
+        made.append(f"{type(self).__name__}.setup")
+        self.net = nn.Linear(6, 2)
+
+    def ends(self: Any, stage: str) -> None:
+        made.append(f"{type(self).__name__}.teardown")
+
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        assert self.trainer.datamodule.points is DATA
+        x = batch[0].clone().requires_grad_()
+        with torch.enable_grad():  # as fit lets it, whatever inference_mode says
+            (slope,) = torch.autograd.grad(self(x).sum(), x)
+        self.log("slope", slope.mean())
+
+    methods = {"prepare_data": makes, "setup": sets_up, "configure_model": makes, "teardown": ends}
+    points = data(pl)
+    type(points).teardown = ends
+    job = job_of(trainer(pl), module(pl, **methods, validation_step=validation_step), points)
+    assert made == ["Net.prepare_data", "Net.setup", "Net.prepare_data"]
+    model = copy.deepcopy(job.model)
+    assert job.evaluate is not None
+    slope = job.model.get_parameter("net.weight").detach().mean(1).sum()
+    for _ in range(2):
+        assert job.evaluate(model)["slope"] == pytest.approx(float(slope))
+    assert len(made) == 3
+
+
 def test_a_metric_tells_of_its_own_microbatch(pl: Any) -> None:
     """Workers live as long as the run: a metric that went on would mix old leaves in, and grow."""
     job = job_of(trainer(pl), module(pl), data(pl))
@@ -371,6 +406,14 @@ def plateau(model: Any) -> Any:
                 loader(),
             ),
         ),
+        (
+            "val_check_interval is a time; give it in batches or in epochs",
+            lambda pl: (trainer(pl, val_check_interval="00:00:00:01"), module(pl), loader()),
+        ),
+        (
+            "its training_step takes batches by itself",
+            lambda pl: (trainer(pl), module(pl, training_step=lambda self, dataloader_iter: None), loader()),
+        ),
         ("batch_size is None", lambda pl: (trainer(pl), module(pl), loader(dataset=Counted(), batch_size=None))),
         (
             "its own WeightedRandomSampler",
@@ -441,6 +484,12 @@ def test_an_interval_of_batches_that_are_no_whole_steps_is_said(
     assert job.evaluate_every == steps
     found = [str(one.message) for one in told if "val_check_interval of 7 batches" in str(one.message)]
     assert bool(found) == said
+
+
+def test_that_an_interval_within_epochs_is_heeded_in_every_epoch_is_said(pl: Any) -> None:
+    with pytest.warns(UserWarning, match="check_val_every_n_epoch=2: with a val_check_interval evaluated is in every"):
+        job = job_of(trainer(pl, val_check_interval=0.5, check_val_every_n_epoch=2), module(pl), data(pl))
+    assert job.evaluate_every == 2
 
 
 def test_what_is_left_out_is_said_once(pl: Any) -> None:
