@@ -105,7 +105,7 @@ def job_of(trainer: Trainer) -> Job:
     _align_tokens(trainer)
     step = _Step(trainer, _fixed_state(args, steps, epochs)) if _computes_a_loss(trainer) else None
     if args.activation_checkpointing:
-        trainer.model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
+        _checkpoint_activations(trainer.model, args.activation_checkpointing_kwargs)
     evaluates = args.eval_strategy != "no"
     job = Job(
         model=trainer.model.cpu(),
@@ -117,7 +117,7 @@ def job_of(trainer: Trainer) -> Job:
         batch_size=batch_size,
         microbatch_size=args.train_batch_size,
         max_steps=steps,
-        gradient_clip_val=args.max_grad_norm or None,
+        gradient_clip_val=max(args.max_grad_norm or 0.0, 0.0) or None,
         precision=_precision(trainer),
         seed=args.seed,
         shuffle=not streamed and type(_sampler(loader)) is not SequentialSampler,
@@ -199,6 +199,14 @@ def _align_tokens(trainer: Trainer) -> None:
     if isinstance(given, (PreTrainedTokenizerBase, ProcessorMixin)) and hasattr(trainer.model, "config"):
         if align := getattr(trainer_utils, "align_special_tokens", None):  # not in every version
             align(trainer.model, given)
+
+
+def _checkpoint_activations(model: Any, given: Mapping[str, Any] | None) -> None:
+    """As ``Trainer.train()`` begins: two of what is given are not for torch's checkpoint."""
+    rest = dict(given or {})
+    which = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest}
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # an older name
+    getattr(model, f"{kind}_checkpointing_enable")(**{f"{kind}_checkpointing_kwargs": rest or None}, **which)
 
 
 def _left(trainer: Trainer, job: Job) -> list[str]:

@@ -101,7 +101,7 @@ def job_of(
         batch_size=batch_size,
         microbatch_size=loader.batch_size,
         max_steps=min(ends, default=None),
-        gradient_clip_val=trainer.gradient_clip_val or None,
+        gradient_clip_val=max(trainer.gradient_clip_val or 0.0, 0.0) or None,
         precision=_PRECISIONS[trainer.precision],
         seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),  # as seed_everything leaves it
         shuffle=isinstance(loader.sampler, RandomSampler),  # no stream has one

@@ -111,6 +111,11 @@ def same(job: Job, trained: Trainer) -> None:
         {"bf16": True},
         {"label_smoothing_factor": 0.2},
         {"activation_checkpointing": True, "dataloader_drop_last": True},
+        {
+            "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": {"every_n_layers": 2, "use_reentrant": False},
+            "max_grad_norm": -1.0,  # does not clip
+        },
     ],
     ids=str,
 )
@@ -119,6 +124,17 @@ def test_it_comes_to_the_parameters_of_the_trainer_itself(arguments: dict[str, A
     before = copy.deepcopy(trainer.model.state_dict())
     same(job_of(trainer), made(tmp_path, arguments=arguments))
     assert not all(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())  # in place
+
+
+def test_checkpointing_of_a_model_that_has_it_by_its_older_name(tmp_path: Path) -> None:
+    class Older(nn.Linear):
+        def gradient_checkpointing_enable(self, **given: Any) -> None:
+            self.given = given
+
+    arguments = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}}
+    trainer = made(tmp_path, model=Older(2, 2), arguments=arguments)
+    job_of(trainer)
+    assert trainer.model.given == {"gradient_checkpointing_kwargs": None, "every_n_layers": 2}
 
 
 def test_an_own_loss_and_optimizer_are_taken_over(tmp_path: Path) -> None:

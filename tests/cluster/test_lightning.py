@@ -133,13 +133,14 @@ def data(pl: Any) -> Any:
     [
         (each_epoch, {}),
         (each_step, {"max_epochs": -1, "max_steps": 7, "gradient_clip_val": None}),
+        (each_step, {"max_epochs": -1, "max_steps": 7, "gradient_clip_val": -1.0}),
         (every_other_epoch, {"max_epochs": 5, "accumulate_grad_batches": 1}),
         (
             lambda model: torch.optim.Adam(model.parameters(), lr=0.1),
             {"precision": "bf16-mixed", "accumulate_grad_batches": 2},
         ),
     ],
-    ids=["each epoch", "each step", "every other epoch", "bf16"],
+    ids=["each epoch", "each step", "a negative norm", "every other epoch", "bf16"],
 )
 def test_it_comes_to_the_parameters_of_fit_itself(pl: Any, optimizers: Any, given: dict[str, Any]) -> None:
     ours, theirs = module(pl, optimizers), module(pl, optimizers)
