@@ -654,6 +654,20 @@ def asking(orchestrator: Orchestrator, ask: Callable[[], None]) -> Any:
     return result
 
 
+def test_a_stop_while_the_run_is_prepared_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orchestrator = orchestrator_for(tmp_path / "run")
+
+    class Asking(torch.optim.AdamW):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            orchestrator.stop("seen enough")
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Asking)
+    orchestrator.register_model(linear())
+    result = orchestrator.start_training(DataLoader(dataset(), batch_size=8, shuffle=True), 10)
+    assert (result.outcome, result.reason, result.step) == ("stopped", "seen enough", 0)
+
+
 def test_a_checkpoint_that_the_disk_does_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     orchestrator = orchestrator_for(tmp_path / "run")
     orchestrator.register_model(linear())

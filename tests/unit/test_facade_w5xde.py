@@ -427,6 +427,33 @@ def test_a_stop_before_the_start_counts(calls: Any) -> None:
     assert server.start().outcome == "stopped"
 
 
+def test_a_stop_after_the_end_is_not_kept_for_the_next_start(calls: Any) -> None:
+    server = server_of(None, max_steps=2)
+    for _ in range(2):
+        running, _ = serve(calls, server)
+        calls(node_for(server).train)
+        result = running.result(10)
+        assert (result.outcome, result.step) == ("finished", 2)
+        server.stop()  # in a script's finally, say
+
+
+def test_a_stop_of_a_server_that_prepares_its_run_counts(calls: Any) -> None:
+    prepares, asked = threading.Event(), threading.Event()
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        prepares.set()
+        assert asked.wait(10)
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    server = server_of(None, max_steps=None, optimizer_class=optimizer)
+    running = calls(server.start)
+    assert prepares.wait(10)
+    server.stop("seen enough")
+    asked.set()
+    result = running.result(10)
+    assert (result.outcome, result.reason, result.step) == ("stopped", "seen enough", 0)
+
+
 # -- who may join ------------------------------------------------------------------------------------------
 
 
@@ -735,6 +762,25 @@ def test_a_node_that_is_stopped_leaves_and_the_server_goes_on(calls: Any) -> Non
     server.stop()
     assert running.result(10).outcome == "stopped"
     assert [event.name for event in events if isinstance(event, WorkerJoined)] == ["brief"]
+
+
+def test_a_node_is_stopped_before_it_has_looked_for_a_server() -> None:
+    """But not by a stop that came when there was nothing to stop any more."""
+    begun: list[str] = []
+
+    class Stops(nn.CrossEntropyLoss):
+        def __deepcopy__(self, memo: Any) -> nn.Module:  # as train begins
+            begun.append("train")
+            if len(begun) == 1:
+                node.stop()
+            return nn.CrossEntropyLoss()
+
+    node = TrainingNode(Model, ("localhost", 9), criterion=Stops(), device="cpu", timeout_s=0.2, log="silent")
+    node.train()
+    node.stop()
+    with pytest.raises(Unreachable):
+        node.train()
+    assert begun == ["train", "train"]
 
 
 def test_nobody_answers() -> None:

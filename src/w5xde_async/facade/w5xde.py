@@ -13,7 +13,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -234,9 +234,9 @@ class CentralServer:
             ),
         )
         self.bus = Bus()  #: the run's events (telemetry.events), for those who want more than the screen
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may call stop anywhere
         self._running: tuple[asyncio.AbstractEventLoop, Coordinator] | None = None
-        self._stopped = ""
+        self._stopped: str | None = ""  # why, where it is asked for before the run is there; None: the run has ended
 
     @property
     def running(self) -> bool:
@@ -261,6 +261,8 @@ class CentralServer:
         Raises PortInUse, StoreError, CheckpointMismatch (``resume``, and the run there is of another model or dataset),
         JobError, and what ended the run where it failed. Ctrl-C before it listens raises KeyboardInterrupt.
         """
+        with self._lock:
+            self._stopped = self._stopped or ""
         return _WORDS.of_result(block_on(self._serve, instead="w5xde_async.Coordinator", words=_WORDS, serves=True))
 
     @takes(nodes=arguments.COUNT)
@@ -274,12 +276,15 @@ class CentralServer:
 
     @takes(reason=arguments.TEXT)
     def stop(self, reason: str = "stopped") -> None:
-        """End after the batch under way. Returns at once; from any thread."""
+        """End after the batch under way; before the first ``start``, that one's run as it begins. Nothing where a run
+        has ended. Returns at once; from any thread.
+        """
         with self._lock:
-            self._stopped = reason
             if self._running is not None:
                 loop, coordinator = self._running
                 loop.call_soon_threadsafe(coordinator.request_stop, reason)
+            elif self._stopped is not None:
+                self._stopped = reason
 
     async def _serve(self) -> RunResult:
         config, bus = self._config, self.bus
@@ -289,6 +294,8 @@ class CentralServer:
             if self._running is not None:
                 raise UsageError("this server runs already")
             self._running = (loop, coordinator)
+            if self._stopped:
+                coordinator.request_stop(self._stopped)
         failed = True
         try:
             join = partial(self._how_to_join, coordinator)
@@ -299,9 +306,6 @@ class CentralServer:
                 await stack.enter_async_context(found_by_neighbours(coordinator))
                 self.port = coordinator.port
                 self.listening.set()
-                with self._lock:
-                    if self._stopped:
-                        coordinator.request_stop(self._stopped)
                 try:
                     result = await coordinator.wait()
                 except asyncio.CancelledError:  # Ctrl-C
@@ -311,7 +315,7 @@ class CentralServer:
             return result
         finally:
             with self._lock:
-                self._running, self._stopped = None, ""
+                self._running = self._stopped = None
             # Who waits for it in another thread would wait for ever for a server that cannot listen.
             (self.listening.set if failed else self.listening.clear)()
 
@@ -381,7 +385,9 @@ class TrainingNode:
         self._criterion = criterion
         self._traffic: tuple[int, int, Worker | None] = (0, 0, None)  # by earlier calls; the worker of this one
         self._training = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may call stop anywhere
         self._stopping: Callable[[], object] | None = None
+        self._stopped: bool | None = False  # asked to; None: train has ended
 
     @property
     def model(self) -> nn.Module | Callable[[], nn.Module]:
@@ -418,6 +424,8 @@ class TrainingNode:
             network_callback = None
         if not self._training.acquire(blocking=False):
             raise UsageError("this node trains already")
+        with self._lock:
+            self._stopped = bool(self._stopped)
         report = _reporting(loss_callback, network_callback)
         try:
             self._block_on_work(report)
@@ -430,14 +438,19 @@ class TrainingNode:
                 hint = "give this node the same criterion="
                 raise Refused(error.code, f"{needs}, and it cannot be sent: {error.reason}", hint) from None
         finally:
+            with self._lock:
+                self._stopped = None
             self._training.release()
 
     def stop(self) -> None:
-        """Leave after the piece under way. Returns at once; from any thread."""
-        stopping = self._stopping
-        if stopping is not None:
-            with suppress(RuntimeError):  # it ends just now
-                stopping()
+        """Leave after the piece under way; before the first ``train``, as that one begins. Nothing where ``train`` has
+        ended. Returns at once; from any thread.
+        """
+        with self._lock:
+            if self._stopped is not None:
+                self._stopped = True
+            if self._stopping is not None:
+                self._stopping()
 
     def _block_on_work(self, report: Callable[[LeaseAnswered], None] | None, *, program: bool = False) -> None:
         lines = NodeLines(self._log, _WORDS)
@@ -477,7 +490,10 @@ class TrainingNode:
             block_on(work, instead="w5xde_async.Worker", words=_WORDS)
 
     async def _work(self, worker: Worker, lines: NodeLines) -> None:
-        self._stopping = partial(asyncio.get_running_loop().call_soon_threadsafe, worker.drain, "stopped")
+        with self._lock:
+            self._stopping = partial(asyncio.get_running_loop().call_soon_threadsafe, worker.drain, "stopped")
+            if self._stopped:
+                worker.drain("stopped")
         self._traffic = (*self._traffic[:2], worker)
         try:
             lines.ended((await working(worker)).value, worker)
@@ -486,7 +502,8 @@ class TrainingNode:
                 raise
             logger.warning("the server has gone reason=%s", str(error))
         finally:
-            self._stopping = None
+            with self._lock:
+                self._stopping = None
             self._traffic = (self.bytes_sent, self.bytes_received, None)
 
     def _job(self) -> Job:
