@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -81,12 +82,15 @@ def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any
                     raise
                 sys.stderr.write(f"microbatch_size={size} cannot be computed: {str(error).splitlines()[0]}\n")
                 refused.append(size)
-        loop, plain = asyncio.get_running_loop(), partial(plain_loop, job, workers * threads, settings.seconds / 2)
+        loop, stopped = asyncio.get_running_loop(), threading.Event()
+        plain = partial(plain_loop, job, workers * threads, settings.seconds / 2, stopped)
         try:
             return await loop.run_in_executor(None, plain)
         except Exception as error:  # of the job's code: a whole batch may be too large for it
             sys.stderr.write(f"a plain loop of whole batches cannot be measured: {in_one_line(error)}\n")
             return 0.0
+        finally:
+            stopped.set()
 
     async def tell() -> int:
         measuring, stopped_by, plain = asyncio.ensure_future(measure()), "", None
@@ -212,13 +216,13 @@ async def measured(
     return Row(microbatch=size, leaves=leaves, alone=one, together=together, worker_bytes=used)
 
 
-def plain_loop(job: Job, threads: int, seconds: float) -> float:
+def plain_loop(job: Job, threads: int, seconds: float, stopped: threading.Event) -> float:
     """Samples a second of forward, backward and update of whole batches in this process, batches read before; with one
-    thread or ``threads``, whichever is faster: small steps take several times as long with many."""
-    return max(_rate(job, count, seconds) for count in sorted({1, threads}))
+    thread or ``threads``, whichever is faster: small steps take several times as long with many. 0 once ``stopped``."""
+    return max(_rate(job, count, seconds, stopped) for count in sorted({1, threads}))
 
 
-def _rate(job: Job, threads: int, seconds: float) -> float:
+def _rate(job: Job, threads: int, seconds: float, stopped: threading.Event) -> float:
     import torch
 
     from w5xde_async.cluster.task_workers import with_own_model
@@ -239,6 +243,8 @@ def _rate(job: Job, threads: int, seconds: float) -> float:
             step, precision = step_function(job), autocast(job.precision)
             count, began = -1, math.inf  # the first is not counted
             while count < 1 or time.perf_counter() - began < seconds:
+                if stopped.is_set():
+                    return 0.0
                 optimizer.zero_grad()
                 if precision is None:
                     loss, _ = step(model, batch)

@@ -207,6 +207,16 @@ async def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         await cluster.start()
 
 
+async def test_a_cluster_that_was_closed_before_its_start_is_not_started() -> None:
+    """Nobody would close it again."""
+    cluster = LocalCluster(linear_job(), 1)
+    await cluster.aclose()
+    with pytest.raises(UsageError, match="was closed before; make a new LocalCluster"):
+        await cluster.start()
+    with pytest.raises(UsageError, match="has not been started"):
+        _ = cluster.coordinator
+
+
 async def test_a_run_whose_workers_all_fail_ends() -> None:
     built = 0
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from w5xde_async import tune
 from w5xde_async.errors import LeafFailed, UsageError
-from w5xde_async.job import Job
+from w5xde_async.job import Job, build_model
 from w5xde_async.settings import read
 from w5xde_async.settings.programs import TuningSettings
 from w5xde_async.tune import Row, plain_loop, report, sizes
@@ -75,7 +76,7 @@ def test_what_is_best_for_one_worker_is_named_too_and_what_nobody_shares() -> No
 
 def test_a_plain_loop_leaves_the_job_and_torch_as_they_were() -> None:
     job, threads, state = jobs.mlp_sgd(), torch.get_num_threads(), torch.get_rng_state()
-    assert plain_loop(job, 1, 0.01) > 0
+    assert plain_loop(job, 1, 0.01, Event()) > 0
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -86,7 +87,43 @@ def test_a_plain_loop_gives_optimizers_dense_gradients_as_a_run_does() -> None:
         jobs.mlp_sgd(), model=lambda: nn.Sequential(nn.EmbeddingBag(50, 8, sparse=True), nn.Linear(8, 3)), dataset=rows,
         optimizer=lambda model: torch.optim.AdamW(model.parameters()),
     )  # fmt: skip
-    assert plain_loop(job, 1, 0.01) > 0
+    assert plain_loop(job, 1, 0.01, Event()) > 0
+
+
+def test_a_plain_loop_ends_at_the_step_at_which_it_is_stopped() -> None:
+    job, stopped, steps = jobs.mlp_sgd(), Event(), 0
+
+    class Stopping(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal steps
+            steps += 1
+            if steps == 3:
+                stopped.set()
+            return super().forward(x)  # type: ignore[no-any-return]
+
+    assert plain_loop(replace(job, model=lambda: Stopping(build_model(job))), 2, 1e9, stopped) == 0.0
+    assert steps == 3
+
+
+@pytest.mark.usefixtures("as_a_program")
+def test_one_that_is_stopped_in_the_plain_loop_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(_JOB)
+
+    async def measured(job: Job, size: int, *given: object, **named: object) -> Row:
+        return row(size, 1500.0)
+
+    def looping(job: Job, threads: int, seconds: float, stopped: Event) -> float:
+        signal.raise_signal(signal.SIGINT)
+        assert stopped.wait(20)
+        return 0.0
+
+    monkeypatch.setattr(tune, "measured", measured)
+    monkeypatch.setattr(tune, "plain_loop", looping)
+    settings, _ = read(TuningSettings, [f"{tmp_path / 'train.py'}:job"], prog="tune")
+    assert asyncio.run(tune._prepare(settings, "")()) == 0
+    assert "3 of 3 sizes measured; not measured: the plain loop" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("as_a_program")

@@ -74,14 +74,15 @@ class LocalCluster:
         """Begin, for who cannot use ``async with`` (the cells of a notebook); ``aclose`` is then theirs to call.
 
         Raises JobError for a reference that cannot be loaded, and what ``Coordinator.start`` raises. Raises UsageError
-        where it was started before.
+        where it was started or closed before.
         """
-        if self._coordinator is not None:
-            raise UsageError("this cluster was started before; make a new LocalCluster for another run")
         job, reference = self._given, ""
         if isinstance(job, str):  # importing the user's file may take its time
             reference = job
             job = await asyncio.get_running_loop().run_in_executor(None, load_job, reference)
+        if self._coordinator is not None or self._closing is not None:
+            was = "started" if self._closing is None else "closed"
+            raise UsageError(f"this cluster was {was} before; make a new LocalCluster for another run")
         self._coordinator = Coordinator(
             job, run_dir=self._run_dir, config=self._config, bus=self._bus, job_reference=reference,
             runtime=self._runtime,
