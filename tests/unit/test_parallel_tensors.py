@@ -533,9 +533,24 @@ def test_a_pair_is_split_where_its_parts_compute_the_same(name: str) -> None:
     assert isinstance(unseen[row], ColwiseParallel)
 
 
+def _computed(compute: Any) -> nn.Module:
+    """Words, where hooks compute the weights of a pair."""
+    block = Block(F.gelu)
+    block.fc1, block.fc2 = compute(block.fc1), compute(block.fc2)
+    return Words(block)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("compute", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_layers_whose_weights_hooks_compute_stay_whole(compute: Any) -> None:
+    with torch.device("meta"):
+        model, tokens = _computed(compute), torch.zeros(2, 8, dtype=torch.int64)
+    assert set(plan_of(model, 2, lambda model: model(tokens))) == {"embed", "head"}
+
+
 def _odd_pairs(group: Group) -> None:
-    for name in ("heads by their number", "softmax"):
-        make, _ = _BETWEEN[name]
+    made = [_BETWEEN[name][0] for name in ("heads by their number", "softmax")]
+    for make in (*made, partial(_computed, nn.utils.weight_norm)):
         _near(job(model=make), _built("tp", job(model=make), group), (4, 4))
 
 

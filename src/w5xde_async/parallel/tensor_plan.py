@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -191,12 +192,9 @@ def _inferred(model: nn.Module, ranks: int, pairs: Sequence[_Pair]) -> dict[str,
     return plan
 
 
-def _uses(model: nn.Module) -> dict[int, int]:
-    """How many names each parameter has, by its id."""
-    uses: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    return uses
+def _uses(model: nn.Module) -> Counter[int]:
+    """How many names each parameter has, by its id; 0 of what is none, as a weight that a hook computes."""
+    return Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
 
 
 # -- pairs
@@ -252,7 +250,10 @@ class _Calls:
     """How a copy of a model, ``model``, calls its layers, and the modules that hold pairs. ``complete``: it was run."""
 
     def __init__(self, model: nn.Module, pairs: Iterable[_Pair]) -> None:
-        self.model = copy.deepcopy(model)
+        # What hooks have computed from parameters cannot be copied, and they compute it again.
+        computed = {id(value): value for module in model.modules() for value in vars(module).values()
+                    if isinstance(value, Tensor) and not value.is_leaf}  # fmt: skip
+        self.model = copy.deepcopy(model, dict[int, Any](computed))
         self.called = set[str]()
         self.complete = True
         self._source = model
