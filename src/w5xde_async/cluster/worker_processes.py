@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from w5xde_async.errors import ExitCode, LocalError
+from w5xde_async.net.token import SECRETS
 from w5xde_async.runtime import start_process
 from w5xde_async.telemetry.events import Event, WorkerJoined, WorkerLeft
 
@@ -44,7 +45,6 @@ _LOOKS_S = 1.0  # between two looks whether a process is gone of which the event
 #: What a library that ends its process (SIGABRT) most often lacks.
 _ABORTED = " (as for lack of threads or memory: ulimit -u, ulimit -v)"
 _HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
-_SECRETS = ("W5XDE_TOKEN", "W5XDE_TOKEN_FILE", "W5XDE_JOIN", "W5XDE_JOIN_FILE")
 _LINE_BYTES = 1 << 20
 _ID = "w5xde worker id: "
 _LAST_WORDS = 30  # lines kept to show after a crash
@@ -306,7 +306,7 @@ class LocalWorkers:
         if self._data_dir is not None:
             command += ["--data-dir", str(self._data_dir)]
         # The child's environment is ours, with this run's token in place of wherever ours came from.
-        environment = {key: value for key, value in os.environ.items() if key not in _SECRETS}
+        environment = {key: value for key, value in os.environ.items() if key not in SECRETS}
         return await start_process(
             *command, PRESTARTED, str(os.getpid()), stdin=PIPE, stdout=PIPE, stderr=STDOUT, env=environment,
             limit=_LINE_BYTES, **_apart(),

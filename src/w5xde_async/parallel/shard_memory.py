@@ -13,6 +13,8 @@ from w5xde_async.params.flat import bytes_of
 from w5xde_async.params.layout import ALIGN_BYTES
 from w5xde_async.params.shard import Shard
 
+_SPARE = 4  # memories that a pool keeps
+
 
 class ShardMemory:
     """One tensor for each run of a shard, all in one allocation, each aligned.
@@ -117,8 +119,8 @@ def add(left: Tensor, right: Tensor) -> None:
 class ShardPool:
     """Shard memories for reuse: a fresh one costs page faults. ``take`` and ``give`` from any thread."""
 
-    def __init__(self, make: Callable[[], ShardMemory], *, spare: int = 4) -> None:
-        self._make, self._spare = make, spare
+    def __init__(self, make: Callable[[], ShardMemory]) -> None:
+        self._make = make
         self._free: list[ShardMemory] = []
 
     def take(self) -> ShardMemory:
@@ -128,5 +130,5 @@ class ShardPool:
             return self._make()
 
     def give(self, memory: ShardMemory) -> None:
-        if len(self._free) < self._spare:
+        if len(self._free) < _SPARE:
             self._free.append(memory)
