@@ -462,3 +462,27 @@ async def test_a_rank_whose_neighbour_has_left_at_the_runs_end_has_finished_too(
         await coordinator.settle()
         coordinator.compute.let_go()
         await coordinator.settle()
+
+
+@pytest.mark.parametrize(
+    ("code", "ends", "parts"),
+    [(ByeCode.FINISHED, None, True), (ByeCode.FAILED, RunFailed, True), (None, LinkLost, False)],
+    ids=["finished", "failed", "lost"],
+)
+async def test_a_block_that_hangs_is_waited_for_only_where_another_link_may_want_it(
+    monkeypatch: pytest.MonkeyPatch, code: ByeCode | None, ends: type[BaseException] | None, parts: bool
+) -> None:
+    monkeypatch.setattr(connection_module, "_BLOCK_S", 0.0)
+    async with served(ends=ends) as coordinator:
+        await coordinator.publish(0)
+        await coordinator.lease(1)
+        await coordinator.settle()
+        assert coordinator.compute.waiting
+        if code is None:
+            coordinator.link.abort()
+        else:
+            await coordinator.say(Bye(code, "why"))
+        await coordinator.settle()
+        assert coordinator.connection._parted.is_set() is parts
+        assert isinstance(coordinator.connection.error, ends or type(None))
+        coordinator.compute.let_go()

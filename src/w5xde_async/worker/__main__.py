@@ -248,10 +248,12 @@ def _work(
                         await asyncio.wait((running,), timeout=_PARTING_S)
                     if not running.done():
                         # A thread computes and cannot be stopped; its lease has been given back, or nobody needs it.
-                        why = "the grace was over" if told else "the run is finished"
-                        logger.warning("left in the middle of a block: %s", why)
-                        logging.shutdown()
-                        os._exit(left())
+                        worker.abandoned = True
+                        if worker.error is not None:
+                            raise worker.error
+                        why = "the grace was over" if worker.was_asked_to_leave else "the run is finished"
+                        logger.warning("left in the middle of what was under way: %s", why)
+                        return left()
                     departure = running.result()
                 finally:
                     parting.cancel()

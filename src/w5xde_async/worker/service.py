@@ -18,7 +18,7 @@ import torch
 from w5xde_async.compute.engine import choose_device, device_name, use_deterministic_kernels
 from w5xde_async.compute.program.sandbox import Computing, unsupported
 from w5xde_async.data.config import ReadersConfig
-from w5xde_async.errors import LinkLost, ProgramRefused, RefusalCode, Refused, RemoteError, UsageError
+from w5xde_async.errors import LinkLost, ProgramRefused, RefusalCode, Refused, RemoteError, UsageError, W5xdeError
 from w5xde_async.job import Job, require_job
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
@@ -93,7 +93,7 @@ class Worker:
         self.config = self._dialer.config
         self.name, self.worker_id = self._dialer.name, self._dialer.worker_id
         self.leases_done = self.leases_stale = 0
-        self.parted = asyncio.Event()  #: it has left, though the block under way is not finished
+        self.parted = asyncio.Event()  #: it has left, though something under way (the block) has not ended
         try:
             self._device = choose_device(self.config.device)
         except (ValueError, RuntimeError) as error:
@@ -124,6 +124,8 @@ class Worker:
         self._connection: Connection | None = None
         self._joining: asyncio.Task[Joined] | None = None
         self._drain = ""
+        self._loop: asyncio.AbstractEventLoop | None = None  # of ``run``
+        self._grace: asyncio.TimerHandle | None = None
         self._running = self._has_joined = self._expired = self._ends_with_coordinator = False
         self._threads = 1  # that the compute thread computes with
 
@@ -193,7 +195,9 @@ class Worker:
 
     async def _work(self, given: Link | None) -> Departure:
         self._running = True
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
+        if self._drain:
+            self._count_down()
         lifetime: asyncio.TimerHandle | None = None
         if self.config.lifetime_s is not None:
             lifetime = loop.call_later(self.config.lifetime_s, self._expire)
@@ -238,6 +242,17 @@ class Worker:
                     self._engines.end()
                 self._compute.shutdown(wait=False)
                 raise
+            finally:
+                self._loop = None
+                if self._grace is not None:
+                    self._grace.cancel()
+
+    @property
+    def error(self) -> W5xdeError | None:
+        """Once it has parted: what ``run`` would raise if it had not to wait for what is under way."""
+        if self._expired:
+            return self._dialer.unreachable(self.config.lifetime_s or 0.0)
+        return None if self._drain or self._connection is None else self._connection.error
 
     @property
     def was_asked_to_leave(self) -> bool:
@@ -247,10 +262,21 @@ class Worker:
     def drain(self, reason: str = "asked to leave") -> None:
         """Leave in good order: finish the lease under way, give the others back. Returns at once."""
         self._drain = self._drain or reason
+        self._count_down()
         if self._joining is not None:
             self._joining.cancel()
         if self._connection is not None:
             self._connection.drain(self._drain, self.config.grace_s)
+
+    def _count_down(self) -> None:
+        if self._loop is not None and self._grace is None:
+            self._grace = self._loop.call_later(self.config.grace_s, self._hurry)
+
+    def _hurry(self) -> None:
+        """The grace is over."""
+        if self._connection is not None:
+            self._connection.leave()
+        self.parted.set()
 
     def end_with_coordinator(self) -> None:
         """From now on its coordinator's end is this worker's, whether the run is finished or not."""

@@ -13,7 +13,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 
-from w5xde_async.errors import DeviceLost, IslandBroken, LinkLost, ProgramRefused, Refused, UsageError, W5xdeError
+from w5xde_async.errors import (
+    DeviceLost,
+    IslandBroken,
+    LinkLost,
+    ProgramRefused,
+    Refused,
+    RemoteError,
+    UsageError,
+    W5xdeError,
+)
 from w5xde_async.net.link import Accept, Link, Received
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.telemetry.memory import device_memory, host_bytes, usage_of
@@ -32,7 +41,7 @@ from w5xde_async.worker.hooks import WorkerHooks
 logger = logging.getLogger(__name__)
 
 _PARTING_S = 1.0  # for the last message to be sent
-_BLOCK_S = 5.0  # for a block to end that nobody needs: the run is finished
+_BLOCK_S = 5.0  # for a block to end that nobody needs: the run is finished, or this worker has no part in it
 _WORD_S = 2.0  # for the coordinator's last word, where ranks of an island cannot go on together
 
 Prepare = Callable[[Receive, Outbox], Awaitable[tuple[LeaseExecutor, messages.Ready]]]
@@ -70,8 +79,8 @@ class Connection:
         must_share: bool = False,
         own: OwnData | None = None,
     ) -> None:
-        """``earlier``: what the last link has left. ``gather``: as for ``Outbox``. ``parted`` is set when the
-        worker leaves and its block is not finished. ``must_share``, ``own``: as for ``Leases``.
+        """``earlier``: what the last link has left. ``gather``: as for ``Outbox``. ``parted`` is set when nobody
+        needs its block any more, and that does not end. ``must_share``, ``own``: as for ``Leases``.
         """
         self.link, self.welcome = link, welcome
         self._thread, self._clock = thread, thread.clock
@@ -93,8 +102,9 @@ class Connection:
         self.ends_with_coordinator = False  #: it is not waited for until it comes back
         self._drain = ""
         self._grace_s = 0.0
-        self._hurry: asyncio.TimerHandle | None = None
+        self._last_word: asyncio.TimerHandle | None = None  # until it is there, or is not waited for any more
         self._failure: BaseException | None = None
+        self.error: W5xdeError | None = None  #: that ``run`` raises once its block has ended
         self._bye: messages.Bye | None = None  # the coordinator's last message
         self.heard = ""  #: what the coordinator said that it does, last
 
@@ -104,6 +114,15 @@ class Connection:
         Raises LinkLost, Refused, RunFailed, RemoteError, UsageError (its memory limit holds less than the leases of
         this run), and whatever ``prepare`` raises.
         """
+        try:
+            return await self._serve(prepare)
+        except W5xdeError as error:
+            self.error = error
+            raise
+        finally:
+            await self._stop()
+
+    async def _serve(self, prepare: Prepare) -> Departure | None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 helpers = [
@@ -124,26 +143,22 @@ class Connection:
                 return self._goodbye(self._bye)  # the link ended before it had our answer
             # What broke the compute thread ended the link; the lost link is only what follows from it.
             raise self._failure or _first(group) from None
-        finally:
-            await self._stop()
 
     def drain(self, reason: str, grace_s: float) -> None:
-        """Ask the coordinator to let us go; after ``grace_s`` go without being let. Returns at once."""
+        """Ask the coordinator to let us go; after ``grace_s`` somebody calls ``leave``. Returns at once."""
         if self._drain or self._failure is not None:
             return
         self._drain, self._grace_s = reason, grace_s
-        self._hurry = asyncio.get_running_loop().call_later(grace_s, self._leave)
         if self._state in (State.READY, State.DRAINING):
             self._outbox.post(encode(messages.Drain(reason[:200], grace_s)))
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """The grace is over: what is not finished is for others to do."""
         if self._state in (State.JOINING, State.READY, State.DRAINING):
             self._stopping = True
             if self.leases is not None:
                 self.leases.stop()
             self._outbox.post(encode(messages.Bye(messages.ByeCode.LEAVING, "its grace was over")))
-        self._parted.set()
 
     async def _too_small(self, error: OverMemoryLimit) -> UsageError:
         """Say goodbye: connecting again would bring the same lease."""
@@ -189,9 +204,7 @@ class Connection:
         self._failure = error
         if self._may_be_the_end and self.leases is not None:
             self.leases.stop()
-            if self._hurry is not None:
-                self._hurry.cancel()
-            self._hurry = asyncio.get_running_loop().call_later(_WORD_S, self._give_up, error)
+            self._last_word = asyncio.get_running_loop().call_later(_WORD_S, self._give_up, error)
         elif isinstance(error, ProgramRefused | DeviceLost):
             logger.error("leaving the run reason=%s", str(error))
             self._give_up(error)
@@ -303,11 +316,14 @@ class Connection:
                 raise LinkLost(self.link.peer, f"the coordinator was silent for {now - since:.0f} s")
 
     async def _stop(self) -> None:
-        if self._hurry is not None:
-            self._hurry.cancel()
+        if self._last_word is not None:
+            self._last_word.cancel()
+        self._state = State.CLOSED
         if self.leases is not None:
-            finished = self._bye is not None and self._bye.code == messages.ByeCode.FINISHED
-            late = asyncio.get_running_loop().call_later(_BLOCK_S, self._parted.set) if finished else None
+            ends = self._bye is not None and self._bye.code == messages.ByeCode.FINISHED
+            # After a lost link or a broken protocol there may be another link, which wants the block.
+            ends |= self.error is not None and not isinstance(self.error, LinkLost | RemoteError)
+            late = asyncio.get_running_loop().call_later(_BLOCK_S, self._parted.set) if ends else None
             try:
                 self.unsent = await self.leases.aclose()
             finally:
