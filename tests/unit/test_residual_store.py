@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
+import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 
 from w5xde_async.codecs.registry import codec
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.shard import Shard
-from w5xde_async.wire.messages import VerdictCode
+from w5xde_async.wire.messages import VerdictCode, Welcome
+from w5xde_async.worker.uplink import residual_store
 from w5xde_async.worker.uplink.residual_store import forget, keep, take_up
 from w5xde_async.worker.uplink.result_encoder import ResultEncoder
+from w5xde_async.worker.uplink.uplink import Uplink
 
 
 def encoder(scale: float = 0.0) -> ResultEncoder:
@@ -164,3 +172,78 @@ def test_what_an_islands_rank_left_out_is_for_a_rank_of_the_same_part(tmp_path: 
     assert len(list(tmp_path.iterdir())) == 2
     forget(tmp_path, "run")
     assert not list(tmp_path.iterdir())
+
+
+def welcome(run_id: str = "run", codec: str = "topk:0.1", update: str = "async") -> Welcome:
+    fingerprint = Layout.of(nn.Linear(8, 8, bias=False)).fingerprint
+    plain = Welcome(run_id, "a run", 1, 0, "fp32", 2, 1, 64 << 10, fingerprint, 1e6, 2e6)
+    return structs.replace(plain, codec=codec, update=update, feedback=True)
+
+
+def uplink(data_dir: Path) -> tuple[Uplink, Callable[[Welcome], Coroutine[Any, Any, ResultEncoder]]]:
+    made = Uplink(data_dir, name="a", worker_id="new", device="cpu", clock=time.perf_counter)
+    return made, lambda welcome: made.encoder_for(welcome, Layout.of(nn.Linear(8, 8, bias=False)))
+
+
+def submit(worker: ResultEncoder, code: int) -> None:
+    vector = ResultVector(Layout.of(nn.Linear(8, 8, bias=False)))
+    vector.buckets[0].copy_(torch.arange(64.0))
+    worker.encode(1, 0, vector)
+    worker.settle([1], code)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_link_that_is_lost_while_a_file_is_taken_up_loses_nothing(
+    leaves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = residual_store._read
+    kept = await asyncio.to_thread(leave, tmp_path, "a", "old", 1.0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(path: Path) -> Any:
+        begun.set()
+        assert go_on.wait(60.0)
+        return read(path)
+
+    monkeypatch.setattr(residual_store, "_read", slowly)
+    worker, encoder_for = uplink(tmp_path)
+    preparing = asyncio.create_task(encoder_for(welcome()))
+    assert await asyncio.to_thread(begun.wait, 60.0)
+    preparing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+    following = asyncio.create_task(worker.close(finished=False, kept=True) if leaves else take(encoder_for))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    go_on.set()
+    await following
+    if leaves:
+        assert await asyncio.to_thread(come, tmp_path, "a", "third") == kept > 0
+    else:
+        assert worker.encoder is not None
+        assert norm(worker.encoder) == kept > 0
+
+
+async def take(encoder_for: Callable[[Welcome], Coroutine[Any, Any, ResultEncoder]]) -> None:
+    submit(await encoder_for(welcome()), VerdictCode.STALE)
+
+
+async def test_another_run_at_the_same_address_leaves_what_was_left_out_of_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, encoder_for = uplink(tmp_path)
+    submit(await encoder_for(welcome()), VerdictCode.APPLIED)
+    other = await encoder_for(welcome("other"))
+    assert norm(other) == 0
+    submit(other, VerdictCode.APPLIED)
+    assert norm(await encoder_for(welcome("other", update="local"))) == 0  # it is of another kind
+    assert "what the codec left out is dropped" in caplog.text
+    assert await asyncio.to_thread(come, tmp_path, "a", "other", run_id="other") == 0
+    assert await asyncio.to_thread(come, tmp_path, "a", "next") == norm(encoder(1.0))
+
+
+async def test_what_an_exact_codec_does_not_add_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, encoder_for = uplink(tmp_path)
+    submit(await encoder_for(welcome()), VerdictCode.APPLIED)
+    assert (await encoder_for(welcome(codec="lz4"))).feedback is None
+    assert "what the codec left out is dropped" in caplog.text

@@ -56,9 +56,7 @@ def keep(encoder: ResultEncoder, data_dir: Path | None, *, run_id: str, name: st
         else:
             logger.info("what the codec left out is kept path=%s", path)
             return
-    dropped = encoder.drop()
-    if dropped.num_buckets:
-        logger.warning("what the codec left out is dropped norm=%.4g buckets=%d", dropped.norm, dropped.num_buckets)
+    encoder.drop()
 
 
 def take_up(encoder: ResultEncoder, data_dir: Path | None, *, run_id: str, name: str, worker_id: str) -> None:
@@ -70,15 +68,14 @@ def take_up(encoder: ResultEncoder, data_dir: Path | None, *, run_id: str, name:
     if path is None:
         return
     try:
-        state = _read(path)
-        path.unlink()
+        feedback.load_state_dict(_read(path))
     except (OSError, CheckpointCorrupt) as error:
         logger.warning("what was kept cannot be read path=%s error=%s", path, error)
         return
-    try:
-        feedback.load_state_dict(state)
     except ValueError as error:
         logger.warning("what was kept does not fit path=%s error=%s", path, error)
+    with suppress(OSError):  # nobody takes it up again
+        path.unlink()
 
 
 def _read(path: Path) -> dict[str, Tensor]:

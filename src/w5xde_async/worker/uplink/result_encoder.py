@@ -7,6 +7,7 @@ worker that leaves for good it counts as leased again.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from w5xde_async.codecs.codec import BytePool, Codec, Encoded, brought
-from w5xde_async.codecs.feedback import Dropped, Feedback
+from w5xde_async.codecs.feedback import Feedback
 from w5xde_async.openmp import alone
 from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Bucket, Layout
@@ -24,6 +25,8 @@ from w5xde_async.params.shard import Shard
 from w5xde_async.updates.coded import coded_up
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.messages import VerdictCode
+
+logger = logging.getLogger(__name__)
 
 #: Threads. A codec's operations are small: two that share them take two thirds of the time, sixteen several times it.
 _TOGETHER = 4
@@ -90,7 +93,7 @@ class ResultEncoder:
         return Feedback(self.codec, self._sizes, pool=self.pool)
 
     def change(self, codec: Codec) -> None:
-        """Encode by this codec on the next link; what was left out is added as ever.
+        """Encode by this codec on the next link; what was left out is added as ever, or dropped where it is exact.
 
         Only a coordinator that was started anew has another codec. It knows of no awaited verdict.
         """
@@ -98,6 +101,8 @@ class ResultEncoder:
             return
         self.cut()
         kept = {} if self.feedback is None else self.feedback.state_dict()
+        if codec.exact:
+            self.drop()
         self.codec = codec
         self.feedback = self._new_feedback()
         if self.feedback is not None:
@@ -176,10 +181,14 @@ class ResultEncoder:
         """No link follows, and what was awaited will not come."""
         self.settle(tuple(self._keys), VerdictCode.STALE)
 
-    def drop(self) -> Dropped:
+    def drop(self) -> None:
         """Forget what was left out, and say how much it was."""
         self._keys.clear()
-        return Dropped() if self.feedback is None else self.feedback.drop()
+        if self.feedback is None:
+            return
+        dropped = self.feedback.drop()
+        if dropped.num_buckets:
+            logger.warning("what the codec left out is dropped norm=%.4g buckets=%d", dropped.norm, dropped.num_buckets)
 
 
 def _cut(data: memoryview, specs: Sequence[BufferSpec]) -> list[tuple[BufferSpec, Buffer]]:

@@ -16,7 +16,8 @@ from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 
 
 class Uplink:
-    """Belongs to the event loop; what reads and writes files goes to threads."""
+    """Belongs to the event loop; what reads and writes files goes to threads, one such thing after the other. It is
+    done to its end where its caller is cancelled, as with a link that is lost meanwhile."""
 
     def __init__(
         self, data_dir: Path | None, *, name: str, worker_id: str, device: str, clock: Callable[[], float]
@@ -27,14 +28,19 @@ class Uplink:
         self._device = device
         self._key: tuple[object, ...] = ()
         self._run_id = ""
+        self._under_way: asyncio.Future[None] | None = None
         self.encoder: ResultEncoder | None = None  #: of the run served last; None where that takes results as they are
 
     async def encoder_for(self, welcome: Welcome, layout: Layout, shard: Shard | None = None) -> ResultEncoder:
         """The encoder of this run: kept over its links, with what it has left out. ``shard``: of an island's rank."""
+        await self._idle()
         key = (welcome.run_id, welcome.update, welcome.feedback, layout.fingerprint)
         if self.encoder is not None and self._key == key:
             self.encoder.change(codec(welcome.codec))
             return self.encoder
+        if self.encoder is not None:  # what follows takes up what was kept of its own run
+            before, self.encoder = self.encoder, None
+            await self._keep(before, self._data_dir if self._run_id != welcome.run_id else None)
         self._key, self._run_id = key, welcome.run_id
         self.encoder = encoder = ResultEncoder(
             layout, codec(welcome.codec), feedback=welcome.feedback, shard=shard, device=self._device, clock=self._clock
@@ -42,19 +48,31 @@ class Uplink:
         take = partial(
             take_up, encoder, self._data_dir, run_id=welcome.run_id, name=self._name, worker_id=self._worker_id
         )
-        await asyncio.get_running_loop().run_in_executor(None, take)
+        await self._do(take)
         return encoder
 
     async def close(self, *, finished: bool, kept: bool) -> None:
         """The worker leaves. ``finished``: the run needs no residuals any more. ``kept``: another worker of the run
         may have them."""
+        await self._idle()
         if self.encoder is None:
             return
-        encoder = self.encoder
         if finished:
             self.encoder = None
-            end = partial(forget, self._data_dir, self._run_id)
+            await self._do(partial(forget, self._data_dir, self._run_id))
         else:
-            data_dir = self._data_dir if kept else None
-            end = partial(keep, encoder, data_dir, run_id=self._run_id, name=self._name, worker_id=self._worker_id)
-        await asyncio.get_running_loop().run_in_executor(None, end)
+            await self._keep(self.encoder, self._data_dir if kept else None)
+
+    async def _keep(self, encoder: ResultEncoder, data_dir: Path | None) -> None:
+        await self._do(
+            partial(keep, encoder, data_dir, run_id=self._run_id, name=self._name, worker_id=self._worker_id)
+        )
+
+    async def _do(self, call: Callable[[], None]) -> None:
+        self._under_way = asyncio.get_running_loop().run_in_executor(None, call)
+        await asyncio.shield(self._under_way)
+
+    async def _idle(self) -> None:
+        """Wait for what was left under way."""
+        if self._under_way is not None:
+            await asyncio.wait([self._under_way])
