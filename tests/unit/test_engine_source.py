@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -43,3 +45,41 @@ async def test_a_sandbox_is_built_anew_for_another_number_of_threads(
         for threads in (1, 1, 2):
             assert await source.engine_for(welcome, layout, nobody, nobody, threads=threads) is engines[-1]
     assert len(engines) == built
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_a_model_whose_link_was_lost_while_it_was_built_is_the_next_links_or_is_closed(
+    comes_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = programs.tiny_layout()
+    begun, go_on = threading.Event(), threading.Event()
+    built, closed = list[Any](), list[Any]()
+
+    def rebuild(*_: object) -> Any:
+        begun.set()
+        assert go_on.wait(60.0)
+        built.append(SimpleNamespace(layout=layout, close=lambda: closed.append(True)))
+        return built[-1]
+
+    welcome: Any = SimpleNamespace(
+        fingerprint=layout.fingerprint, seed=1, precision="fp32", microbatch_size=4, accumulate=1, bucket_bytes=1024
+    )
+    job: Any = object()
+    nobody: Any = None
+    with ThreadPoolExecutor(1) as pool:
+        source = EngineSource(
+            job, WorkerConfig(), torch.device("cpu"), sandboxed=False, pool=pool, clock=lambda: 0.0
+        )  # fmt: skip
+        monkeypatch.setattr(source, "_rebuild", rebuild)
+        for _ in range(2):
+            preparing = asyncio.create_task(source.engine_for(welcome, layout, nobody, nobody, threads=1))
+            assert await asyncio.to_thread(begun.wait, 60.0)
+            await asyncio.sleep(0)
+            preparing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await preparing
+        go_on.set()
+        if comes_back:
+            assert await source.engine_for(welcome, layout, nobody, nobody, threads=1) is built[0]
+        await asyncio.wait(source.end())
+    assert (len(built), len(closed)) == (1, 1)

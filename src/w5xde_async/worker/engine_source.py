@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 
 class EngineSource:
-    """Belongs to the event loop. Models are built, and computed with, on the one thread of ``pool``."""
+    """Belongs to the event loop. Models are built, and computed with, on the one thread of ``pool``, which alone says
+    which one is there: whoever is cancelled while one is built leaves it to the next link, or to ``end``."""
 
     def __init__(
         self,
@@ -76,17 +77,24 @@ class EngineSource:
 
     def end(self) -> list[asyncio.Future[None]]:
         """Free the model and its process, on the pool's thread, whether the futures are awaited or not."""
-        ends: list[Callable[[], None]] = []
-        if self._engine is not None:
-            ends.append(self._engine.close)
-        if self._island is not None:
-            ends.append(self._island.close)
-        if self._sandbox is not None:
-            ends.append(self._sandbox.end)
-        self._engine, self._island, self._sandbox = None, None, None
-        ends.append(self._switched.close)
         loop = asyncio.get_running_loop()
+        ends = (self._end_engine, self._end_island, self._end_sandbox, self._switched.close)
         return [loop.run_in_executor(self._pool, end) for end in ends]
+
+    def _end_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _end_island(self) -> None:
+        island, self._island = self._island, None
+        if island is not None:
+            island.close()
+
+    def _end_sandbox(self) -> None:
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            sandbox.end()
 
     async def engine_for(
         self, welcome: Welcome, theirs: Layout, receive: Receive, outbox: Outbox, *, threads: int
@@ -106,12 +114,9 @@ class EngineSource:
         built_by = (is_plain(welcome), threads) if self.sandboxed else ()
         key = (spec, welcome.bucket_bytes, self._program_digest, built_by)
         loop = asyncio.get_running_loop()
-        if self._engine is None or self._engine_key != key:
-            before, self._engine = self._engine, None
-            self._engine = await loop.run_in_executor(self._pool, self._rebuild, before, spec, welcome, theirs)
-            self._engine_key = key
-        self._check(self._engine.layout, theirs, welcome)
-        return self._engine
+        engine = await loop.run_in_executor(self._pool, self._have, key, spec, welcome, theirs)
+        self._check(engine.layout, theirs, welcome)
+        return engine
 
     async def island_for(
         self, rank: Rank, welcome: Welcome, theirs: Layout, receive: Receive, outbox: Outbox
@@ -143,7 +148,8 @@ class EngineSource:
                     assert self._program is not None
                     self._switched.say(self._program.said)
                     source = Traced(self._program, theirs, device_memory_bytes(self._device))
-                return rank.build(source, spec, welcome.bucket_bytes)
+                self._island = rank.build(source, spec, welcome.bucket_bytes)
+                return self._island
             except W5xdeError:
                 raise
             except Exception as error:
@@ -153,7 +159,7 @@ class EngineSource:
                     raise
                 raise UsageError(f"building the island's model raised {type(error).__name__}: {error}") from error
 
-        self._island = engine = await asyncio.get_running_loop().run_in_executor(self._pool, build)
+        engine = await asyncio.get_running_loop().run_in_executor(self._pool, build)
         self._check(engine.layout, theirs, welcome)
         return engine
 
@@ -191,6 +197,14 @@ class EngineSource:
                 self._program = await loop.run_in_executor(self._pool, parse, document, layout)
             self._program_digest = digest
             logger.info("program received bytes=%d constants=%d", len(document.text), len(document.constants))
+
+    def _have(self, key: tuple[object, ...], spec: LeafSpec, welcome: Welcome, layout: Layout) -> Computing:
+        """On the compute thread: the model that is there, or another."""
+        if self._engine is None or self._engine_key != key:
+            before, self._engine = self._engine, None
+            self._engine = self._rebuild(before, spec, welcome, layout)
+            self._engine_key = key
+        return self._engine
 
     def _rebuild(self, before: Computing | None, spec: LeafSpec, welcome: Welcome, layout: Layout) -> Computing:
         """An engine in place of ``before``, whose parameters it goes on with where the model is the same."""
