@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async import Coordinator, CoordinatorConfig, Job, LocalCluster, RunResult, W5xdeError, Worker
+from w5xde_async.cluster.task_workers import TaskWorkers
+from w5xde_async.compute.engine import Engine
 from w5xde_async.errors import JobError, LocalError, StoreError, UsageError
 from w5xde_async.telemetry.events import Bus
 from w5xde_async.updates.config import UpdateConfig
@@ -230,6 +232,34 @@ async def test_a_run_whose_workers_all_fail_ends() -> None:
     async with LocalCluster(linear_job(model=only_once), 2) as cluster:
         with pytest.raises(W5xdeError, match=r"every local worker has failed.*no second model"):
             await cluster.wait()
+
+
+async def test_a_worker_that_ends_of_an_error_of_torchs_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Engine, "load", load)
+    async with LocalCluster(linear_job(), 1) as cluster:
+        with pytest.raises(W5xdeError, match=r"every local worker has failed: RuntimeError: CUDA error"):
+            await cluster.wait()
+    assert "worker local-0 has failed: RuntimeError: CUDA error: out of memory" in caplog.text
+
+
+async def test_a_worker_that_has_ended_is_none_of_those_that_there_are() -> None:
+    async with LocalCluster(linear_job(max_steps=ENDLESS), 2) as cluster:
+        await cluster.wait_for_workers(2, 10)
+        workers = cluster._workers
+        assert isinstance(workers, TaskWorkers)
+        (_, ended), (_, left) = workers._running
+        ended.cancel()
+        await asyncio.wait([ended])
+        await cluster.scale(2)
+        assert [task.get_name() for _, task in workers._running] == ["worker local-1", "worker local-2"]
+        assert not left.done()
+    with pytest.raises(UsageError, match="the cluster is closed"):
+        await cluster.scale(1)
 
 
 async def test_a_config_of_ones_own() -> None:

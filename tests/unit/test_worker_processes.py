@@ -209,6 +209,31 @@ async def test_what_cannot_be_started_early_is_told_in_one_line(
         assert [record.getMessage() for record in caplog.records] == [f"worker local-1 {told}"]
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (PermissionError(13, "Permission denied"), f"{sys.executable}: Permission denied"),
+        (LocalError("other threads start programs"), "other threads start programs"),
+    ],
+)
+async def test_those_that_cannot_be_started_are_lost_and_are_none_of_those_that_there_are(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
+    tried, lost = list[None](), list[str]()
+
+    async def start(*_: str, **__: Any) -> Any:
+        tried.append(None)
+        raise error
+
+    monkeypatch.setattr(worker_processes, "start_process", start)
+    async with LocalWorkers(0, address="a:1", reference="", on_all_lost=lost.append) as workers:
+        for number in (1, 2):
+            await workers.scale(1)
+            await asyncio.wait(workers._keepers.values())
+            assert len(tried) == number
+    assert lost == [f"every local worker has failed; local-{n} cannot be started: {told}" for n in (0, 1)]
+
+
 async def test_what_was_started_too_early_ends_too(asked: Asked) -> None:
     workers = LocalWorkers(2, reference="train.py:job")
     await workers.prestart()

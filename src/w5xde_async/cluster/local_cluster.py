@@ -139,6 +139,8 @@ class LocalCluster:
         """
         if self._workers is None:
             raise UsageError("the cluster is not running; use async with, or await start() first")
+        if self._closing is not None:
+            raise UsageError("the cluster is closed; make a new LocalCluster for another run")
         await self._workers.scale(_count(n))
 
     async def wait_for_workers(self, n: int, timeout_s: float = 60.0) -> None:

@@ -44,7 +44,8 @@ class TaskWorkers:
         self._number = 0
 
     def start(self, count: int) -> None:
-        """Have ``count`` workers at least."""
+        """Have ``count`` workers at least; those that have ended are none."""
+        self._running = [(worker, task) for worker, task in self._running if not task.done()]
         if len(self._running) < count:
             tell_sharing(self._devices, count)
         while len(self._running) < count:
@@ -85,10 +86,12 @@ class TaskWorkers:
             await worker.run()
         except RunFailed:
             pass  # the coordinator raises it, with more to say
-        except W5xdeError as error:
-            logger.error("worker %s has failed: %s", worker.name, str(error))
+        except Exception as error:  # torch's, too: of a device that has no room, say
+            told = isinstance(error, W5xdeError)
+            why = str(error) if told else f"{type(error).__name__}: {error}"
+            logger.error("worker %s has failed: %s", worker.name, why, exc_info=not told)
             if all(task.done() for other, task in self._running if other is not worker):
-                self._on_all_lost(f"every local worker has failed: {error}")
+                self._on_all_lost(f"every local worker has failed: {why}")
 
 
 def with_own_model(job: Job) -> Job:

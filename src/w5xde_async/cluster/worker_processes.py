@@ -133,7 +133,7 @@ class LocalWorkers:
         for _ in range(self._wanted):
             try:
                 self._prestarted.append(await self._start())
-            except OSError as error:
+            except (OSError, LocalError) as error:
                 if not self._prestarted:
                     raise LocalError(f"worker local-{self._number} {_unstarted(error)}") from error
                 return
@@ -211,6 +211,9 @@ class LocalWorkers:
 
     async def scale(self, count: int) -> None:
         """Start workers, or end the youngest ones and wait until they have left in good order."""
+        for name in [name for name, keeper in self._keepers.items() if keeper.done()]:  # has left, or was given up
+            del self._keepers[name]
+            self._device_of.pop(name, None)
         devices = () if self._island else self._devices or cuda_devices()
         if devices and len(self._keepers) < count:
             tell_sharing(devices, count)
@@ -262,7 +265,7 @@ class LocalWorkers:
             words: deque[str] = deque(maxlen=_LAST_WORDS)
             try:
                 code = await self._run(name, device, words)
-            except OSError as error:
+            except (OSError, LocalError) as error:
                 return self._give_up(name, _unstarted(error))
             if code == ExitCode.OK:
                 logger.info("worker %s has left", name)
@@ -400,8 +403,10 @@ class LocalWorkers:
                 words.append(text)
 
 
-def _unstarted(error: OSError) -> str:
+def _unstarted(error: OSError | LocalError) -> str:
     """What is said of a worker whose process cannot be started: the program may be one that this user may not run."""
+    if isinstance(error, LocalError):
+        return f"cannot be started: {error}"
     return f"cannot be started: {sys.executable}: {error.strerror or error}"
 
 
