@@ -14,9 +14,11 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.simulator.loop import VirtualLoop
 from tests.support import forking, jobs
 from tests.support.circle import Circle
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
@@ -386,6 +388,77 @@ async def test_a_member_that_waits_for_others_is_told_to_leave() -> None:
     assert not member.started
 
 
+async def test_ranks_hear_of_it_once_however_often_an_island_is_told_to_leave() -> None:
+    told, here = list[int](), asyncio.Event()
+
+    class Rank(Told):
+        def send_signal(self, number: int) -> None:
+            told.append(number)
+
+    class Island(IslandProcesses):
+        async def _start(self, rank: int, place: Place, listening: socket.socket) -> Any:
+            asyncio.get_running_loop().call_soon(here.set)
+            return Rank()
+
+    island = Island(SHAPE, (), threads=1)
+    running = asyncio.create_task(island.run())
+    await here.wait()
+    ranks: Any = island._processes.copy()
+    island.leave("SIGUSR1")
+    island.leave("SIGTERM")
+    for rank in ranks:
+        rank._end.set_result(DRAINED)
+    assert await running == DRAINED
+    assert (told, island.told) == ([signal.SIGTERM] * 2, "SIGUSR1")
+
+
+@pytest.mark.parametrize("at", [0, 1])
+async def test_an_island_that_is_told_to_leave_while_ranks_are_started_leaves(at: int) -> None:
+    ended: list[Told] = []
+
+    class Island(IslandProcesses):
+        async def _start(self, rank: int, place: Place, listening: socket.socket) -> Any:
+            ended.append(Told())
+            if rank == at:
+                self.leave("SIGTERM")
+            return ended[-1]
+
+    assert await Island(SHAPE, (), threads=1).run() == DRAINED
+    assert [process.returncode for process in ended] == [-signal.SIGKILL] * (at + 1)
+
+
+def test_an_island_has_one_lifetime_however_often_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    async def start(*command: str, **_: Any) -> Any:
+        given.append(float(command[len(command) - command[::-1].index("--lifetime")]))
+        process = Told()
+        lost_s, left_s = 10.0, given[-1]
+        loop = asyncio.get_running_loop()
+        loop.call_later(min(lost_s, left_s), process._end.set_result, LOST if lost_s < left_s else 0)
+        return process
+
+    monkeypatch.setattr(island_processes, "start_process", start)
+    monkeypatch.setattr(island_processes, "_FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr(island_processes, "_LOOK_S", 1e6)
+
+    async def live(lifetime_s: float, find_s: float) -> tuple[int, bool]:
+        monkeypatch.setattr(island_processes, "time", SimpleNamespace(monotonic=asyncio.get_running_loop().time))
+        given.clear()
+        island = IslandProcesses(
+            SHAPE, ("--lifetime", "1h"), threads=1, lifetime_s=lifetime_s, find=lambda: asyncio.sleep(find_s)
+        )
+        code = await island.run()
+        return code, island.was_in_vain
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(live(25.0, 3.0)) == (0, False)
+        assert given == pytest.approx([22.0] * 2 + [11.0] * 2, abs=0.1)
+        assert runner.run(live(13.5, 3.0)) == (0, False)  # it is over in the pause
+        assert runner.run(live(2.0, 3.0)) == (0, True)
+        assert not given
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 async def test_a_rank_that_is_stopped_is_found_by_who_has_started_it(
@@ -396,9 +469,9 @@ async def test_a_rank_that_is_stopped_is_found_by_who_has_started_it(
     monkeypatch.setattr(island_processes, "_FIRST_PAUSE_S", 0.0)
     island = Sleeping()
     running = asyncio.create_task(island.run())
-    while len(island.pids) < 2:  # noqa: ASYNC110
+    while len(island._processes) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    os.kill(island.pids[1], signal.SIGSTOP)
+    os.kill(island._processes[1].pid, signal.SIGSTOP)
     async with asyncio.timeout(20):
         await island.all_here.wait()
     island.leave("told")

@@ -61,12 +61,12 @@ class IslandProcesses:
         self, shape: IslandShape, arguments: Sequence[str], *, threads: int,
         find: Callable[[], Awaitable[None]] | None = None,
         meet: Callable[[Volunteer], Awaitable[Rendezvous]] | None = None, host: str = "",
-        environment: Mapping[str, str] = os.environ,
+        lifetime_s: float | None = None, environment: Mapping[str, str] = os.environ,
     ) -> None:  # fmt: skip
         """``threads``: torch's, of each rank, unless OMP_NUM_THREADS says it. ``find``: waits until it is known where
         the coordinator is, from which follows what ranks may do. ``meet``: finds the others, of which each is started
         by somebody else (default: all ranks are here). ``host``: this machine's address for what ranks say (default:
-        loopback).
+        loopback). ``lifetime_s``: of the island, however often it is started.
 
         Raises UsageError on Windows, where a process does not inherit what rank 0 listens on.
         """
@@ -77,6 +77,8 @@ class IslandProcesses:
             )
         self._shape, self._arguments, self._threads, self._find, self._meet = shape, arguments, threads, find, meet
         self._host, self._environment = host or "127.0.0.1", environment
+        self._lifetime_s, self._ends_at = lifetime_s, 0.0
+        self._has_begun = self._expired = False
         self._processes: list[Process] = []
         self._ties = Ties()
         self._words: dict[int, int] = {}  # by rank: the pipe in which it says why it ends
@@ -84,14 +86,16 @@ class IslandProcesses:
         self.told = ""  #: why it leaves, once it was told to
 
     @property
-    def pids(self) -> list[int]:
-        """Process ids of those that run, by rank."""
-        return [process.pid for process in self._processes]
+    def was_in_vain(self) -> bool:
+        """Its lifetime was over before any rank was started."""
+        return self._expired and not self._has_begun
 
     def leave(self, reason: str) -> None:
         """Leave in good order: the ranks finish their lease. Returns at once."""
+        if self.told:  # by a notice, before the signal: ranks that hear two signals end at once
+            return
         logger.info("the island leaves reason=%s", reason)
-        self.told = self.told or reason
+        self.told = reason
         self._left.set()
         for process in self._processes:
             with suppress(ProcessLookupError):
@@ -100,6 +104,23 @@ class IslandProcesses:
     async def run(self) -> int:
         """Until the ranks have left in good order, or cannot work at all. Their exit code: DRAINED where they, or one
         of them, were told to leave."""
+        if self._lifetime_s is None:
+            return await self._keep()
+        self._ends_at = time.monotonic() + self._lifetime_s
+        expiring = asyncio.get_running_loop().call_later(self._lifetime_s, self._expire)
+        try:
+            code = await self._keep()
+        finally:
+            expiring.cancel()
+        return ExitCode.OK if code == ExitCode.DRAINED and self._expired and not self.told else code
+
+    def _expire(self) -> None:
+        """Ranks know it themselves: each start has what was left of the lifetime."""
+        logger.info("the island leaves reason=its lifetime is over")
+        self._expired = True
+        self._left.set()
+
+    async def _keep(self) -> int:
         pause_s = _FIRST_PAUSE_S
         if self._find is not None:
             await self._or_left(self._find())
@@ -142,6 +163,9 @@ class IslandProcesses:
                     return ExitCode.DRAINED, ""
             for rank in place.ranks:
                 self._processes.append(await self._start(rank, place, listening))
+                if self._left.is_set():  # nobody has told this one, and the others have begun nothing without it
+                    return ExitCode.DRAINED, ""
+            self._has_begun = True
         waits = {
             asyncio.create_task(process.wait()): rank
             for rank, process in zip(place.ranks, self._processes, strict=True)
@@ -231,10 +255,13 @@ class IslandProcesses:
         self._words[rank], word = os.pipe()
         os.set_blocking(self._words[rank], False)  # what the rank has started may hold its end for longer
         environment[WORD_FD] = str(word)
+        lifetime: tuple[str, ...] = ()
+        if self._lifetime_s is not None:
+            lifetime = ("--lifetime", f"{max(self._ends_at - time.monotonic(), 0.001):.3f}")
         try:
             return await start_process(
-                sys.executable, "-m", "w5xde_async.worker", *self._arguments, "--exit-with-stdin", "--exit-on-drain",
-                str(int(ExitCode.DRAINED)), "--watch-preemption", "off", stdin=PIPE, env=environment,
+                sys.executable, "-m", "w5xde_async.worker", *self._arguments, *lifetime, "--exit-with-stdin",
+                "--exit-on-drain", str(int(ExitCode.DRAINED)), "--watch-preemption", "off", stdin=PIPE, env=environment,
                 start_new_session=True, pass_fds=(*serves, word),
             )  # fmt: skip
         finally:

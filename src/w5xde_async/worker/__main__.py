@@ -437,10 +437,13 @@ def _supervise(
     async def supervise() -> int:
         threads = cores if member else max(1, cores // shape.ranks)
         processes = IslandProcesses(
-            shape, arguments, threads=threads, find=find, meet=meet if member else None, host=host
+            shape, arguments, threads=threads, find=find, meet=meet if member else None, host=host,
+            lifetime_s=config.lifetime_s,
         )  # fmt: skip
         async with _asked(processes.leave, settings.watch_preemption):
             code = await processes.run()
+        if processes.was_in_vain:
+            raise dialer.unreachable(config.lifetime_s or 0.0)
         return exit_code_of(processes.told, settings.exit_on_drain) if code == ExitCode.DRAINED else code
 
     return supervise
