@@ -6,17 +6,20 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.simulator.loop import VirtualLoop
 from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, settings
+from tests.support.memory_links import MemoryLink, memory_pair
 from torch import nn
 
 from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.machine import available_memory_bytes
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import Refused, UsageError
+from w5xde_async.errors import LinkLost, Refused, UsageError
 from w5xde_async.job import Job
 from w5xde_async.memory import ProgramSurvey, Survey, fitting
 from w5xde_async.parallel.shape import IslandShape
@@ -25,6 +28,8 @@ from w5xde_async.runtime import Runtime
 from w5xde_async.settings import WorkerSettings, read
 from w5xde_async.telemetry.events import Bus, Event, WorkerJoined
 from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.wire.frame import SESSION_CAPS, encode
+from w5xde_async.wire.messages import Heartbeat, Welcome
 from w5xde_async.worker import __main__ as program
 from w5xde_async.worker import devices
 from w5xde_async.worker.connection.dialing import Dialer
@@ -85,6 +90,32 @@ async def test_a_program_is_looked_at_without_joining() -> None:
     config = settings(min_workers=1, code_free=True, update=UpdateConfig(codec="int8"))
     async with Coordinator(deep(), config=config) as coordinator:
         assert not (await look(Dialer(coordinator.address, QUICK_WORKER, Runtime()))).takes_islands
+
+
+def test_a_coordinator_that_falls_silent_is_not_looked_at_for_ever() -> None:
+    """While it makes its program it says that it lives."""
+
+    async def silent() -> None:
+        near, far = memory_pair()
+        near.caps = far.caps = SESSION_CAPS
+        loop = asyncio.get_running_loop()
+        welcome = Welcome("0" * 16, "silent", 1, 0, "fp32", 2, 1, 64 << 10, bytes(32), 3.0, 12.0)
+        dialer: Any = SimpleNamespace(join=lambda: joined(near, welcome))
+        looking = asyncio.create_task(look(dialer))
+        for _ in range(10):
+            await asyncio.sleep(3.0)
+            await far.send(encode(Heartbeat("makes its program")))
+        with pytest.raises(LinkLost, match="silent for 12 s"):
+            await looking
+        assert loop.time() - 30.0 == pytest.approx(12.0, abs=4.0)
+        far.abort()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(silent())
+
+
+async def joined(link: MemoryLink, welcome: Welcome) -> Any:
+    return link, welcome, None
 
 
 async def test_a_run_of_a_jobs_code_cannot_be_looked_at() -> None:

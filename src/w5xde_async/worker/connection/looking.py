@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.program.form import Program, parse
+from w5xde_async.errors import LinkLost
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import encode
@@ -32,20 +33,30 @@ async def look(dialer: Dialer) -> Seen:
     RemoteError.
     """
     link, welcome, layout, *_ = await dialer.join()
-    outbox = Outbox(link)
+    outbox, loop = Outbox(link), asyncio.get_running_loop()
+    patience = asyncio.timeout(welcome.silence_s)
 
     async def beat() -> None:
+        seen = 0
         while True:
             outbox.post(encode(Heartbeat("looks at the run")))
             await asyncio.sleep(welcome.heartbeat_s)
+            if link.bytes_received != seen:
+                seen = link.bytes_received
+                patience.reschedule(loop.time() + welcome.silence_s)
 
-    tasks = [asyncio.create_task(outbox.run(), name="look, send"), asyncio.create_task(beat(), name="look, beat")]
+    tasks: list[asyncio.Task[object]] = [asyncio.create_task(outbox.run(), name="look, send")]
     try:
-        _, document = await fetch_program(link.recv, outbox, b"")
-        assert document is not None
-        gone = asyncio.Event()
-        outbox.post(encode(Bye(ByeCode.LEAVING, "it has seen the program")), sent=gone.set)
-        await asyncio.wait((asyncio.ensure_future(gone.wait()), tasks[0]), return_when=asyncio.FIRST_COMPLETED)
+        async with patience:
+            tasks.append(asyncio.create_task(beat(), name="look, beat"))
+            _, document = await fetch_program(link.recv, outbox, b"")
+            assert document is not None
+            gone = asyncio.Event()
+            outbox.post(encode(Bye(ByeCode.LEAVING, "it has seen the program")), sent=gone.set)
+            tasks.append(asyncio.create_task(gone.wait(), name="look, leave"))
+            await asyncio.wait((tasks[0], tasks[-1]), return_when=asyncio.FIRST_COMPLETED)
+    except TimeoutError:
+        raise LinkLost(link.peer, f"the coordinator was silent for {welcome.silence_s:.0f} s") from None
     finally:
         for task in tasks:
             task.cancel()
