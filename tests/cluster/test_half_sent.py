@@ -26,6 +26,7 @@ from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Lease, Ready, Result
 from w5xde_async.worker.executors.executor import HeldLease
 from w5xde_async.worker.executors.in_place import InPlaceExecutor
+from w5xde_async.worker.hooks import WorkerHooks
 from w5xde_async.worker.service import Departure, Worker
 
 
@@ -46,6 +47,7 @@ async def test_after_a_break_only_what_has_not_come_is_sent_and_nothing_is_compu
     came: Counter[tuple[int, int, int]] = Counter()  # (step, first leaf, bucket), whole
     headers: Counter[tuple[int, int, int]] = Counter()
     computed: Counter[tuple[int, int]] = Counter()
+    answered = set[tuple[int, int]]()
     breaks = 0
     arrived, place, compute = Results.arrived, Results.place, InPlaceExecutor.compute
 
@@ -85,14 +87,18 @@ async def test_after_a_break_only_what_has_not_come_is_sent_and_nothing_is_compu
             return near
 
         config = replace(QUICK_WORKER, sandbox=sandbox)
+        hooks = WorkerHooks(on_answered=lambda lease: answered.add((lease.step, lease.start)))
         worker = Worker("127.0.0.1:1", job=None if sandbox == "on" else made, config=config,
-                        runtime=Runtime(connect=connect))  # fmt: skip
+                        runtime=Runtime(connect=connect), hooks=hooks)  # fmt: skip
         running = asyncio.create_task(worker.run())
         result = await coordinator.wait()
         assert await running is Departure.FINISHED
         await asyncio.gather(*serving)
     assert result.digest == named_digest(reference.train(job())[0])
     assert breaks > 10
+    assert answered <= set(computed)
+    assert len(answered) > 0.8 * len(computed), "what left on the next link was not told of"  # it may be cut otherwise
+    assert worker.leases_done <= sum(computed.values()), "an answer that was sent again is no other lease"
     assert set(came.values()) == {1}, "a bucket was sent whole twice"
     assert sum(headers.values()) <= len(came) + breaks, "more than what was on its way was sent again"
     assert sum(computed.values()) - len(computed) <= breaks // 2, computed  # what had not been computed when it broke

@@ -24,7 +24,7 @@ from w5xde_async.compute.engine import Engine, LeafError
 from w5xde_async.errors import DeviceLost, IslandBroken, LinkLost, MalformedFrame, RemoteError, UsageError
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.parallel.engine import LoneLeafError
-from w5xde_async.params.flat import bytes_of
+from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
 from w5xde_async.wire.messages import (
     Bye,
@@ -462,6 +462,26 @@ async def test_a_rank_whose_neighbour_has_left_at_the_runs_end_has_finished_too(
         await coordinator.settle()
         coordinator.compute.let_go()
         await coordinator.settle()
+
+
+async def test_the_memory_of_a_failed_leaf_is_free_where_its_link_is_lost_before_that_was_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with served(ends=LinkLost) as coordinator:
+        vector, released = ResultVector(coordinator.engine.layout), list[ResultVector]()
+
+        def fails(*_: Any) -> None:
+            coordinator.link.abort()
+            raise LeafError.told(0, "ValueError: x", "ValueError: x", (vector,), device_lost=False)
+
+        monkeypatch.setattr(coordinator.engine, "counted", fails)
+        monkeypatch.setattr(coordinator.engine, "release", released.append)
+        await coordinator.publish(0)
+        await coordinator.lease(1)
+        await coordinator.settle()
+        coordinator.compute.let_go()
+        await coordinator.settle()
+        assert released == [vector]
 
 
 @pytest.mark.parametrize(

@@ -69,13 +69,13 @@ class Leases:
         self._must_share = must_share
         self._sharing = executor if isinstance(executor, InPlaceExecutor) and executor.shares else None
         self._executor, self._thread, self._outbox, self._meter = executor, thread, outbox, meter
-        follows = isinstance(executor, IslandExecutor) and executor.follows
-        self._inbox = Inbox(executor.parameters, executor.capacity_bytes, exact=executor.exact, follows=follows)
         self._queue: ComputeQueue | FollowerQueue
         if isinstance(executor, IslandExecutor) and executor.follows:
             self._queue = FollowerQueue(executor, thread, self, on_failure=on_failure)
         else:
             self._queue = ComputeQueue(executor, thread, self, on_failure=on_failure)
+        follows = isinstance(self._queue, FollowerQueue)
+        self._inbox = Inbox(executor.parameters, executor.capacity_bytes, exact=executor.exact, follows=follows)
         self._own = own
         self._arrivals = None if own is None else Arrivals(
             own, seed, lease=self._enter, submit=self._ask, ask=lambda unread: outbox.post(encode(unread)),
@@ -87,6 +87,7 @@ class Leases:
         self._results: dict[int, list[BucketResult]] = {}  # of leases whose DONE was not given yet
         self._there: dict[int, frozenset[int]] = {}  # of leases of begun blocks: buckets that have come
         self._unsent: dict[int, Unsent] = {}  # whose DONE has not left
+        self._failures: dict[int, Sequence[ResultVector]] = {}  # whose FAILED has not left
         self._revoked: set[int] = set()
         self._not_begun: set[int] = set()  # given back before they were begun; until their verdict is here
         self.num_done = self.num_stale = self.num_applied = 0
@@ -133,6 +134,8 @@ class Leases:
         if isinstance(self._executor, IslandExecutor) and self._queue.ended:
             await asyncio.get_running_loop().run_in_executor(self._thread.pool, self._executor.end)
         self._forget_earlier()
+        while self._failures:
+            self._executor.release(self._failures.popitem()[1])
         self._drop([lease for lease in self._unsent if lease in self._revoked or not self._executor.repeatable])
         self._drop(list(self._unsent)[_MOST_UNSENT:])
         return list(self._unsent.values())
@@ -318,7 +321,8 @@ class Leases:
         self._there.pop(lease, None)
         self._failed_in_a_row += 1
         failed = messages.Failed(lease, error.leaf, error.error, error.traceback)
-        sent: Callable[[], None] = partial(self._give_back, lease, error.vectors)
+        self._failures[lease] = error.vectors
+        sent: Callable[[], None] = partial(self._failure_left, lease)
         if self._on_failed is not None:
             told = LeaseFailed(error=cause, in_a_row=self._failed_in_a_row, ever=self.num_done > 0)
             sent = partial(_both, sent, partial(self._on_failed, told))
@@ -358,14 +362,19 @@ class Leases:
         )
         self._there.pop(lease, None)
         results = self._results.pop(lease, ())
-        release: Callable[[], None] = partial(self._give_back, lease, computed.vectors)
         if isinstance(message, messages.Lease):
-            self._unsent[lease] = Unsent(message, results, done, computed.vectors)
-            release = partial(self._left, lease)
-        if self._meter is not None and isinstance(message, messages.Lease):
-            release = partial(_both, release, self._meter.answered(message, done))
-        self._outbox.post(encode(done), sent=release)
+            self._post_done(message, Unsent(message, results, done, computed.vectors))
+        else:
+            self._outbox.post(encode(done), sent=partial(self._give_back, lease, computed.vectors))
         self._outbox.flush()
+
+    def _post_done(self, message: messages.Lease, unsent: Unsent) -> None:
+        """A lease's DONE, after its results: it is unsent until then."""
+        self._unsent[message.lease] = unsent
+        sent: Callable[[], None] = partial(self._left, message.lease)
+        if self._meter is not None:
+            sent = partial(_both, sent, self._meter.answered(message, unsent.done))
+        self._outbox.post(encode(unsent.done), sent=sent)
 
     def _send_again(self, message: messages.Lease, unsent: Unsent) -> None:
         """The answer to an earlier lease of the same block is this one's too."""
@@ -374,14 +383,15 @@ class Leases:
         self._results.pop(message.lease, None)
         self._there.pop(message.lease, None)
         done = structs.replace(unsent.done, lease=message.lease)
-        self._unsent[message.lease] = Unsent(message, unsent.results, done, unsent.vectors)
-        self._outbox.post(encode(done), sent=partial(self._left, message.lease))
-        self.num_done += 1
+        self._post_done(message, Unsent(message, unsent.results, done, unsent.vectors))
 
     def _left(self, lease: int) -> None:
         """A lease's whole answer has left."""
         if lease in self._unsent:
             self._give_back(lease, self._unsent.pop(lease).vectors)
+
+    def _failure_left(self, lease: int) -> None:
+        self._give_back(lease, self._failures.pop(lease, ()))
 
     def _give_back(self, lease: int, vectors: Sequence[ResultVector]) -> None:
         """An answer has left: its memory is free, or will be when the coordinator has said what became of it."""
