@@ -264,7 +264,8 @@ class Unreachable(LinkLost):
     ) -> None:
         super().__init__(peer, reason)
         self.waited_s, self.heard = waited_s, heard
-        advice = advice or "check the address, that the coordinator runs, and the firewall between"
+        usual = "check the address, that the coordinator runs, and the firewall between"
+        advice = advice or ("it may take workers in later; its log says more" if answered else usual)
         if heard:
             advice = f"when it was last heard of it was at {heard}, and it may have ended since"
         what = "not taken in by the coordinator at" if answered else "no coordinator reachable at"

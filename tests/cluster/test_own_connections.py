@@ -199,6 +199,25 @@ async def test_behind_the_applications_own_tls_the_proof_is_bound_to_the_coordin
                 assert await working is Departure.FINISHED
 
 
+async def test_a_worker_that_has_run_closes_the_connection_of_its_second_run_too(path: str):
+    closed: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        closed.put_nowait(await reader.read())
+
+    async with await asyncio.start_unix_server(handle, path):
+        worker = Worker(job=mlp_sgd(), config=QUICK_WORKER)
+        with pytest.raises(LinkLost):
+            await worker.run(*await asyncio.open_unix_connection(path))
+        _, writer = connection = await asyncio.open_unix_connection(path)
+        with pytest.raises(UsageError, match="has run before"):
+            await worker.run(*connection)
+        assert writer.is_closing()
+        for _ in range(2):
+            await closed.get()
+
+
 async def test_misuse_is_said(path: str):
     coordinator = Coordinator(mlp_sgd(), config=settings())
     said: list[str] = []

@@ -171,6 +171,37 @@ def test_who_was_answered_does_not_say_that_nobody_did(run: Any, monkeypatch: py
     run(main)
 
 
+@pytest.mark.parametrize(
+    ("code", "hint", "advice"),
+    [
+        (RefusalCode.RUN_FULL, "raise its --max-workers", "raise its --max-workers"),
+        (RefusalCode.SHUTTING_DOWN, "", "it may take workers in later; its log says more"),
+    ],
+)
+def test_who_is_not_let_in_hears_what_the_coordinator_has_said(
+    run: Any, code: RefusalCode, hint: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was reached: neither the address nor the firewall is wrong."""
+
+    async def talk(*_: Any, **__: Any) -> Any:
+        raise Refused(code, "not now", hint)
+
+    async def connect(*_: Any, **__: Any) -> Any:
+        return HungUp()
+
+    monkeypatch.setattr("w5xde_async.worker.connection.dialing.join", talk)
+
+    async def main(world: World) -> None:
+        runtime = Runtime(clock=world.loop.time, connect=connect)
+        with pytest.raises(Unreachable) as caught:
+            await Dialer("127.0.0.1:77", WorkerConfig(connect_timeout_s=9.0, device="cpu"), runtime).join()
+        assert str(caught.value) == (
+            f"not taken in by the coordinator at 127.0.0.1:77 within 9 s (not now); {advice}"
+        )  # fmt: skip
+
+    run(main)
+
+
 class HungUp:
     """A link whose other side closes at the first words, as a port with TLS does."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -144,7 +145,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a program does to the process's logging stays out of it."""
+    """What a program does to the process's logging and scheduling stays out of it."""
+    monkeypatch.setattr(program, "use_batch_scheduling", lambda: None)
     monkeypatch.setattr(program, "_show_log", lambda settings: None)
 
 
@@ -175,6 +177,16 @@ async def test_what_fits_is_started(job: str, mode: str, started: list[Any], mon
         monkeypatch.setattr(devices, "devices_of", lambda _: Devices(2, 100))
         with pytest.raises(UsageError, match=r"(?s)does not fit.*fsdp=2, a rank.*nothing fits"):
             await (await asyncio.to_thread(chosen, *arguments))()
+
+
+def test_a_prestarted_job_is_loaded_once_and_the_main_thread_is_the_one_that_is_scheduled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduled: list[threading.Thread] = []
+    monkeypatch.setattr(program, "use_batch_scheduling", lambda: scheduled.append(threading.current_thread()))
+    monkeypatch.setattr(program, "_loaded", ("train.py:job", deep()))
+    assert chosen("--server", "localhost:5555", "--job", "train.py:job", "--device", "cpu")
+    assert scheduled == [threading.main_thread()]
 
 
 def test_a_coordinators_program_is_not_looked_at_where_it_needs_a_sandbox() -> None:

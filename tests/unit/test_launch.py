@@ -60,6 +60,7 @@ def told(command: Sequence[str]) -> dict[str, Any]:
         (("--worker-options", "--server elsewhere"), "--worker-options: --server is for"),
         (("--worker-options=--join_file=x",), "--worker-options: --join-file is for"),
         (("--worker-options", "--threads 3"), "--worker-options: --threads is for w5xde launch to say"),
+        (("--worker-options", "--log 'x"), '--worker-options: "--log \'x": No closing quotation'),
         (("--", "--epochs", "many"), "--epochs"),
         (("--", "--port", "1"), "after --: --port is for w5xde launch to say"),
         (("--", "--workers", "1"), "after --: --workers is for w5xde launch to say"),
@@ -143,6 +144,7 @@ def test_workers_of_kubernetes_come_and_go(capsys: pytest.CaptureFixture[str]) -
     """One that is told to go, or loses its node, is replaced for ever; one that could never work ends the Job."""
     found = objects(written(capsys, "k8s", "--image", "here/train:1", *ISLANDS, *OPTIONS))
     job = found["Job", "train-workers"]["spec"]
+    assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 30
     assert job["parallelism"] == 3
     assert "completions" not in job  # parallelism could not be changed beyond it
     container = job["template"]["spec"]["containers"][0]
@@ -158,6 +160,16 @@ def test_workers_of_kubernetes_come_and_go(capsys: pytest.CaptureFixture[str]) -
     assert worker["grace"] < job["template"]["spec"]["terminationGracePeriodSeconds"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
     assert found["Service", "train"]["spec"]["ports"][0]["port"] == 5555
+
+
+def test_kubernetes_waits_for_a_grace_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    longer = ("--worker-options", "--grace 10m", "--", "--grace", "2m")
+    found = objects(written(capsys, "k8s", "--image", "here/train:1", *longer))
+    waits = {
+        program: found["Job", f"train-{program}"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+        for program in ("workers", "coordinator")
+    }
+    assert waits == {"workers": 605, "coordinator": 7 * 120 + 170}
 
 
 def test_the_coordinator_of_kubernetes_goes_on_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:

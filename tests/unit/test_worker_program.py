@@ -36,7 +36,6 @@ def test_a_leaf_that_hangs_changes_nothing_about_the_exit_code(
         raise Exited(code)
 
     monkeypatch.setattr(service, "Worker", lambda *_, **__: worker)
-    monkeypatch.setattr(program, "use_batch_scheduling", lambda: None)
     monkeypatch.setattr(program, "_PARTING_S", 0.0)
     monkeypatch.setattr("os._exit", exit)
     settings = read(WorkerSettings, ["--server", "127.0.0.1:1"], prog="")[0]

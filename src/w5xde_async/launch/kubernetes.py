@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from w5xde_async.errors import ExitCode, UsageError
 from w5xde_async.launch.health import DASHBOARD_PORT
-from w5xde_async.launch.plan import COORDINATOR_GRACE_S, HOPELESS, PORT, WORKER_GRACE_S, Plan, fill
+from w5xde_async.launch.plan import HOPELESS, PORT, Plan, fill
 
 _TOKEN = "/etc/w5xde/token"
 
@@ -32,8 +32,8 @@ def objects(plan: Plan, image: str) -> str:
         "kubernetes.yaml", name=plan.name, image=json.dumps(image), port=PORT, dashboard_port=DASHBOARD_PORT,
         workers=plan.workers, cpus=cpus, memory=memory, limits=json.dumps(limits),
         coordinator=_strings(coordinator), worker=_strings(worker), drained=int(ExitCode.DRAINED),
-        hopeless=json.dumps([int(code) for code in HOPELESS]), coordinator_grace=COORDINATOR_GRACE_S,
-        worker_grace=WORKER_GRACE_S,
+        hopeless=json.dumps([int(code) for code in HOPELESS]), coordinator_grace=plan.coordinator_grace_s,
+        worker_grace=plan.worker_grace_s,
     )  # fmt: skip
 
 

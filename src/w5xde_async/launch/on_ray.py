@@ -21,7 +21,7 @@ from typing import Any, Self
 import ray
 
 from w5xde_async.errors import ExitCode
-from w5xde_async.launch.plan import COORDINATOR_GRACE_S, HOPELESS, WORKER_GRACE_S, Plan
+from w5xde_async.launch.plan import HOPELESS, Plan
 from w5xde_async.net.join import write_private_line
 from w5xde_async.runtime import start_process
 
@@ -153,7 +153,7 @@ class Fleet:
                 )  # fmt: skip
                 worker.run.remote()
         leaving = [self._workers.pop(name) for name in list(self._workers)[count:]]
-        _end(leaving, WORKER_GRACE_S)
+        _end(leaving, plan.worker_grace_s)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """The coordinator's exit code once the run has ended for good; then no actor is left. None: not yet."""
@@ -161,12 +161,12 @@ class Fleet:
         if not done:
             return None
         code = int(ray.get(self._end))
-        _end([*self._workers.values(), self._coordinator], WORKER_GRACE_S)
+        _end([*self._workers.values(), self._coordinator], self._plan.worker_grace_s)
         return code
 
     def stop(self) -> int:
         """Have the run stop in good order, with a checkpoint. The coordinator's exit code."""
-        ray.wait([self._coordinator.leave.remote()], timeout=COORDINATOR_GRACE_S)
+        ray.wait([self._coordinator.leave.remote()], timeout=self._plan.coordinator_grace_s)
         code = self.wait(5.0)
         return ExitCode.ERROR if code is None else code
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from w5xde_async.settings import CoordinatorSettings, WorkerSettings, read
 PORT = 5555
 #: No other start would end otherwise: an engine is to stop at these.
 HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
-WORKER_GRACE_S = 30  #: --grace of a worker, and its goodbye
-COORDINATOR_GRACE_S = 240  #: --grace of a coordinator, and its last checkpoint
 
+_GOODBYE_S = 5  # of a worker whose --grace is over
+_LAST_FILES_S = 170  # for what a coordinator writes to a slow disk at its end, beside what it has for it in any case
 _LONGEST = 40
 _NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,38}[a-z0-9])?")
 _OURS = (
@@ -69,6 +70,18 @@ class Plan:
     def train(self) -> tuple[str, ...]:
         """The coordinator's job and flags, but for where it is."""
         return (self.job, "--name", self.name, "--exit-on-drain", str(int(ExitCode.DRAINED)), *self.options)
+
+    @property
+    def worker_grace_s(self) -> int:
+        """For a worker to leave: --grace, and its goodbye."""
+        told, _ = read(WorkerSettings, ("--server", "localhost", *self.compute), prog="", environment={})
+        return math.ceil(float(told.values["grace"])) + _GOODBYE_S
+
+    @property
+    def coordinator_grace_s(self) -> int:
+        """For a coordinator to stop: --grace for the step, six times that for its last checkpoint, and the files."""
+        told, _ = read(CoordinatorSettings, self.train, prog="", environment={})
+        return math.ceil(7 * float(told.values["grace"])) + _LAST_FILES_S
 
     @property
     def run_dir(self) -> Path:

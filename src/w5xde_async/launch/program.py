@@ -48,11 +48,15 @@ def parse(arguments: Sequence[str], prog: str) -> tuple[argparse.Namespace, Plan
     cut = given.index("--") if "--" in given else len(given)
     told = parser(prog).read(given[:cut])
     need((told.engine == "k8s") == (told.image is not None), "--image is for k8s, and needed there")
+    try:
+        worker_options = tuple(shlex.split(told.worker_options))
+    except ValueError as error:
+        raise UsageError(f"--worker-options: {told.worker_options!r:.200}: {error}; close the quote") from None
     plan = Plan(
         job=told.job, name=name_of(told.job) if told.name is None else told.name,
         workers=_COUNT.value_at("--workers", told.workers), cpus=_COUNT.value_at("--cpus", told.cpus),
         gpus=_WHOLE.value_at("--gpus", told.gpus), memory_bytes=_MEMORY.value_at("--memory", told.memory),
-        options=tuple(given[cut + 1 :]), worker_options=tuple(shlex.split(told.worker_options)),
+        options=tuple(given[cut + 1 :]), worker_options=worker_options,
     )  # fmt: skip
     return told, plan
 

@@ -118,18 +118,31 @@ def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> 
     arm(os.environ.get("W5XDE_FAILPOINTS", ""))
     server = settings.where()
     _show_log(settings)
+    shape = None
     if settings.island == "auto":
         if "RANK" in os.environ:
             raise UsageError("--island auto says how many ranks to start, and these are started: give their shape")
-        return _choose(arguments, settings, config, server)
-    if (text := settings.island or settings.island_member) is not None:
+    elif (text := settings.island or settings.island_member) is not None:
         from w5xde_async.parallel.shape import IslandShape
 
         shape = IslandShape.parse(text)
         if "RANK" not in os.environ:
             return _supervise(arguments, settings, config, server, shape)
-        return _work(settings, config, server, shape)
-    return _work(settings, config, server, None)
+    import torch
+
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        use_batch_scheduling()  # in the main thread: those that it starts inherit it
+    if settings.island == "auto":
+        return _choose(arguments, settings, config, server)
+    return _work(settings, config, server, shape)
+
+
+def _job_of(settings: WorkerSettings) -> Job | None:
+    from w5xde_async.job import load_job
+
+    if settings.job is None:
+        return None
+    return _loaded[1] if _loaded is not None and _loaded[0] == settings.job else load_job(settings.job)
 
 
 def _show_log(settings: WorkerSettings) -> None:
@@ -151,18 +164,13 @@ def _work(
     import torch
 
     from w5xde_async.compute.engine import choose_device
-    from w5xde_async.job import load_job
     from w5xde_async.net.endpoint import format_address
     from w5xde_async.worker.connection.connection import Departure, RunFailed
     from w5xde_async.worker.service import Worker
 
     if config.threads is None:
         keep_to(usable_cores())
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        use_batch_scheduling()
-    if settings.job is not None and job is None:
-        job = _loaded[1] if _loaded is not None and _loaded[0] == settings.job else load_job(settings.job)
-
+    job = _job_of(settings) if job is None else job
     rank = None
     if shape is not None:
         from w5xde_async.worker.island_rank import join_group
@@ -353,7 +361,6 @@ def _choose(
     arguments: Sequence[str], settings: WorkerSettings, config: WorkerConfig, server: str
 ) -> Callable[[], Coroutine[Any, Any, int]]:
     """Find what the machine's devices and the model's size ask for, say by which arithmetic, and do it."""
-    from w5xde_async.job import load_job
     from w5xde_async.memory import Measured, ProgramSurvey, Survey, fitting
     from w5xde_async.parallel.shape import IslandShape
     from w5xde_async.plan.island_choice import ALONE
@@ -362,7 +369,7 @@ def _choose(
     from w5xde_async.worker.connection.looking import look
     from w5xde_async.worker.devices import devices_of
 
-    job = None if settings.job is None else load_job(settings.job)
+    job = _job_of(settings)
     dialer = Dialer(server, config, Runtime(), join_file=settings.join_file)
 
     async def measured() -> tuple[Measured, bool]:

@@ -181,8 +181,6 @@ class Worker:
         """
         if (reader is None) != (writer is None):
             raise UsageError("a connection is a reader and a writer: give both or neither")
-        if self._running:
-            raise UsageError("this worker has run before; make a new Worker to run again")
         if reader is None or writer is None:
             if not self._dialer.is_known:
                 raise UsageError("this worker has no address: give Worker one, or give run a connection")
@@ -194,6 +192,8 @@ class Worker:
             link.abort()  # where it did not come to a goodbye
 
     async def _work(self, given: Link | None) -> Departure:
+        if self._running:
+            raise UsageError("this worker has run before; make a new Worker to run again")
         self._running = True
         self._loop = loop = asyncio.get_running_loop()
         if self._drain:

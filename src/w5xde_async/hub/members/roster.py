@@ -331,7 +331,8 @@ class Roster:
             return Refusal(RefusalCode.SHUTTING_DOWN, "the coordinator is stopping", "it may come back; try again")
         others = len(self._ids) - (session.worker_id in self._ids)
         if others >= self._config.max_workers:
-            return Refusal(RefusalCode.RUN_FULL, f"the run has its {self._config.max_workers} workers", "")
+            reason = f"the run has its {self._config.max_workers} workers"
+            return Refusal(RefusalCode.RUN_FULL, reason, "raise its --max-workers, or wait until one has left")
         share, where = self._config.share, session.place[0]
         if self._vain_of(session) > self._most_vain - 1:
             reason = f"workers of {where} have come and gone {self._most_vain} times without a result"

@@ -54,10 +54,11 @@ _TRY_AGAIN = (RefusalCode.SHUTTING_DOWN, RefusalCode.RUN_FULL, RefusalCode.TERM)
 
 
 class _NotNow(W5xdeError):
-    """The coordinator answered but cannot take us now. Field: ``hint``, what it says is to be done."""
+    """We cannot be taken in now. Fields: ``answered``, whether the coordinator has said so; ``hint``, what it says is
+    to be done."""
 
-    def __init__(self, reason: str, hint: str = "") -> None:
-        self.hint = hint
+    def __init__(self, reason: str, hint: str = "", *, answered: bool = True) -> None:
+        self.hint, self.answered = hint, answered
         super().__init__(reason)
 
 
@@ -220,7 +221,7 @@ class Dialer:
                 return await attempt_once(max(limit - (clock() - began), 0.5))
             except (LinkLost, _NotNow, _Foreign, RemoteError) as error:
                 self._reason = error.reason if isinstance(error, LinkLost) else str(error)
-                self._refused = error if isinstance(error, _NotNow) and error.hint else None
+                self._refused = error if isinstance(error, _NotNow) and error.answered else None
                 left_s, foreign = limit - (clock() - began), isinstance(error, _Foreign)
                 if left_s <= 0:
                     raise (error.refused if isinstance(error, _Foreign) else self.unreachable(limit)) from error
@@ -243,7 +244,7 @@ class Dialer:
             target = await self._join_file.changed()
         except UsageError as error:
             if self._target is None:
-                raise _NotNow(str(error)) from None
+                raise _NotNow(str(error), answered=False) from None
             if self._join_file.was_read:
                 self._join_file.complain(str(error))
             return
@@ -280,7 +281,7 @@ class Dialer:
             if isinstance(error, TimeoutError):
                 raise LinkLost(link.peer, "it accepted the connection and then said nothing") from None
             if given is None and isinstance(error, Refused) and error.code in _TRY_AGAIN:
-                raise _NotNow(error.reason) from None
+                raise _NotNow(error.reason, error.hint) from None
             raise
 
     async def _welcomed(self, joined: Joined) -> Welcome:
