@@ -26,7 +26,6 @@ import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from w5xde_async.errors import (

@@ -31,7 +31,7 @@ class VirtualCircle(Circle):
         self.ended = False
         self._boards: dict[int, dict[int, Any]] = {}  # of each meeting, by its number
         self._met = [0] * ranks
-        self._told: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
+        self._told: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
 
     def meet(self, rank: int, given: Any) -> list[Any]:
         number, self._met[rank] = self._met[rank], self._met[rank] + 1
@@ -67,13 +67,13 @@ class _Lockstep:
     def __init__(self, circle: VirtualCircle, rank: int) -> None:
         self._circle, self._rank = circle, rank
 
-    def announce(self, turn: int, number: int, detail: int) -> None:
+    def announce(self, turn: int, number: int) -> None:
         if self._circle.ended:
             raise Gone
         for told in self._circle._told[1:]:
-            told.append((turn, number, detail))
+            told.append((turn, number))
 
-    def hear(self) -> tuple[int, int, int]:
+    def hear(self) -> tuple[int, int]:
         told = self._circle._told[self._rank]
         self._circle._until(lambda: told)
         return told.pop(0)

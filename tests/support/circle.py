@@ -43,7 +43,7 @@ class Circle:
 
     def __init__(self, ranks: int, share: Share, *, seed: int = 0, together: int = 1, numerics: str = EXACT) -> None:
         self.ranks, self.share, self.seed, self.together, self.numerics = ranks, share, seed, together, numerics
-        self.heard: list[queue.Queue[tuple[int, int, int] | None]] = [queue.Queue() for _ in range(ranks)]
+        self.heard: list[queue.Queue[tuple[int, int] | None]] = [queue.Queue() for _ in range(ranks)]
         self.barrier = threading.Barrier(ranks)
         self.board: dict[int, Any] = {}
 
@@ -89,11 +89,11 @@ class _Lockstep:
     def __init__(self, circle: Circle, rank: int) -> None:
         self._circle, self._rank = circle, rank
 
-    def announce(self, turn: int, number: int, detail: int) -> None:
+    def announce(self, turn: int, number: int) -> None:
         for heard in self._circle.heard[1:]:
-            heard.put((turn, number, detail))
+            heard.put((turn, number))
 
-    def hear(self) -> tuple[int, int, int]:
+    def hear(self) -> tuple[int, int]:
         told = self._circle.heard[self._rank].get(timeout=_PATIENCE_S)
         if told is None:
             raise Gone

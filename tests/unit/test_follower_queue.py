@@ -34,14 +34,14 @@ class Rank:
     """An executor that notes what it does, and the head."""
 
     def __init__(self, *, exact: bool) -> None:
-        self.exact, self.did, self.said = exact, list[Any](), queue.Queue[tuple[int, int, int]]()
+        self.exact, self.did, self.said = exact, list[Any](), queue.Queue[tuple[int, int]]()
         self._done = threading.Condition()
 
-    def hear(self) -> tuple[int, int, int]:
+    def hear(self) -> tuple[int, int]:
         return self.said.get(timeout=30)
 
     def announce(self, turn: Turn, number: int = 0) -> None:
-        self.said.put((turn, number, 0))
+        self.said.put((turn, number))
 
     def has_done(self, count: int) -> None:
         with self._done:

@@ -85,13 +85,13 @@ class GroupLockstep:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def announce(self, turn: int, number: int, detail: int) -> None:
+    def announce(self, turn: int, number: int) -> None:
         """On rank 0: tell the others."""
-        self._group.announce(turn, number, detail)
+        self._group.announce(turn, number)
 
-    def hear(self) -> tuple[int, int, int]:
+    def hear(self) -> tuple[int, int]:
         """On the others: wait for what it announces next."""
-        return self._group.hear()
+        return self._group.hear()[:2]
 
     def union(self, numbers: Sequence[int], count: int) -> list[int]:
         """Which of the numbers below ``count`` any rank has."""

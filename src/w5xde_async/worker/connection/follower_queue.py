@@ -94,7 +94,7 @@ class FollowerQueue:
 
     def _follow(self) -> None:
         while True:
-            turn, number, _ = self._executor.hear()
+            turn, number = self._executor.hear()
             if turn == Turn.LOAD:
                 self._load(number)
             elif turn == Turn.COMPUTE:

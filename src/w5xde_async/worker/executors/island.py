@@ -48,10 +48,10 @@ class Turn(IntEnum):
 class Lockstep(Protocol):
     """How the ranks of one island stay together. Called on the compute thread."""
 
-    def announce(self, turn: int, number: int, detail: int) -> None:
+    def announce(self, turn: int, number: int) -> None:
         """On the head: tell the others."""
 
-    def hear(self) -> tuple[int, int, int]:
+    def hear(self) -> tuple[int, int]:
         """On the others: wait for what the head announces next."""
 
     def union(self, numbers: Sequence[int], count: int) -> list[int]:
@@ -186,7 +186,7 @@ class IslandExecutor:
     def release(self, vectors: Sequence[ResultVector]) -> None:
         self._own.release(vectors)
 
-    def hear(self) -> tuple[int, int, int]:
+    def hear(self) -> tuple[int, int]:
         """On a rank that is not the head: what is done next."""
         return self._rank.lockstep.hear()
 
@@ -202,7 +202,7 @@ class IslandExecutor:
 
     def _turn(self, turn: Turn, number: int) -> None:
         if not self._rank.rank:
-            self._rank.lockstep.announce(turn, number, 0)
+            self._rank.lockstep.announce(turn, number)
 
     def _passed_on(self, updates: Sequence[BucketUpdate]) -> tuple[BucketUpdate, ...]:
         """A version's updates with what other ranks have brought of it, cut to what this one holds.
