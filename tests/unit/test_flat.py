@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from w5xde_async.params.flat import (
     FlatState,
     ResultVector,
+    _of_words,
     bytes_of,
     digest,
+    fingerprints,
     l2_norm,
     named_digest,
     state_of,
-    sum_of_bits,
 )
 from w5xde_async.params.layout import Layout
 
@@ -192,15 +194,52 @@ def test_what_is_trained_is_finite_or_not(dtype: torch.dtype, bad: float) -> Non
 KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.complex128)
 
 
+def of_bytes(tensor: Tensor) -> int:
+    return int(fingerprints([tensor]))
+
+
+def of_words(tensor: Tensor) -> int:
+    """As on a GPU."""
+    return int(_of_words(tensor))
+
+
+@pytest.mark.parametrize("fingerprint", [of_bytes, of_words])
 @pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("numel", [1, 7, 1023, 1025, 5003])
-def test_a_sum_of_bits_tells_one_changed_value(dtype: torch.dtype, numel: int) -> None:
+@pytest.mark.parametrize("numel", [1, 7, 1023, 1025, 50_003])
+def test_a_fingerprint_tells_one_changed_value(
+    fingerprint: Callable[[Tensor], int], dtype: torch.dtype, numel: int
+) -> None:
     """Wherever it lies, and wherever the tensor begins in its memory."""
     for offset in (0, 1, 3):
         memory = torch.randn(numel + offset, generator=torch.Generator().manual_seed(0)).to(dtype)
-        was = int(sum_of_bits(memory[offset:]))
-        assert int(sum_of_bits(memory[offset:])) == was
+        was = fingerprint(memory[offset:])
+        assert fingerprint(memory[offset:]) == was
         for place in {0, numel // 2, numel - 1}:
             other = memory.clone()
             other.view(torch.uint8)[(offset + place) * dtype.itemsize] ^= 1
-            assert int(sum_of_bits(other[offset:])) != was
+            assert fingerprint(other[offset:]) != was
+
+
+@pytest.mark.parametrize("fingerprint", [of_bytes, of_words])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("numel", [8, 1000, 200_000])
+def test_a_fingerprint_tells_values_that_have_only_moved(
+    fingerprint: Callable[[Tensor], int], dtype: torch.dtype, numel: int
+) -> None:
+    """Masks, signs and permutations, too, in which most bits are alike."""
+    seeded = torch.Generator().manual_seed(0)
+    mask = torch.arange(numel) == 3
+    signs = torch.where(torch.rand(numel, generator=seeded) < 0.5, -1, 1)
+    for values in (mask, signs, torch.arange(numel)):
+        tensor = values.to(dtype)
+        moved = [tensor.roll(1), tensor.flip(0), tensor[torch.randperm(numel, generator=seeded)]]
+        if numel == 200_000:  # by whole columns, by whole rows
+            per = 8 // dtype.itemsize
+            moved += [tensor.roll(per * 1021), tensor.roll(per * 16)]
+        for other in moved:
+            assert torch.equal(other, tensor) == (fingerprint(other) == fingerprint(tensor))
+
+
+def test_there_are_fingerprints_of_nothing() -> None:
+    assert fingerprints([]).tolist() == []
+    assert fingerprints([torch.zeros(0, dtype=torch.bfloat16)]).tolist() == [0]

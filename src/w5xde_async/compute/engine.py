@@ -44,7 +44,7 @@ from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.compute.transfer import Lent, Transfer
 from w5xde_async.errors import LeafFailed, W5xdeError, shortened, utf8
 from w5xde_async.job import Job, StepFunction, build_model, step_function, trained_otherwise
-from w5xde_async.params.flat import FlatState, ResultVector, sum_of_bits
+from w5xde_async.params.flat import FlatState, ResultVector, fingerprints
 from w5xde_async.params.layout import Bucket, Layout, runs
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.sampler import seed_for
@@ -517,11 +517,8 @@ class Engine:
         return sum([tensor._version for _, tensor in self._watched])
 
     def _values(self) -> _Values:
-        none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        return _Values(
-            [tensor.data_ptr() for _, tensor in self._watched],
-            torch.stack([sum_of_bits(tensor) for _, tensor in self._watched]) if self._watched else none,
-        )
+        tensors = [tensor for _, tensor in self._watched]
+        return _Values([tensor.data_ptr() for tensor in tensors], fingerprints(tensors, self.device))
 
     def _end_fork(self, error: BaseException | None = None) -> None:
         """A process that the job's step has forked ends where the step ends: all that follows is its parent's, whose
@@ -702,15 +699,15 @@ class _Values(NamedTuple):
     """Of each parameter: where it lies, and what tells whether its values have changed, in whatever way."""
 
     places: list[int]
-    sums: Tensor  # int64, on the device: nothing waits for it before it is compared
+    marks: Tensor  # int64, on the device: nothing waits for it before it is compared
 
     def changed(self, before: _Values) -> list[int]:
         """Which have."""
-        if self.places == before.places and torch.equal(self.sums, before.sums):
+        if self.places == before.places and torch.equal(self.marks, before.marks):
             return []
         told, was = (
-            zip(self.places, self.sums.tolist(), strict=True),
-            zip(before.places, before.sums.tolist(), strict=True),
+            zip(self.places, self.marks.tolist(), strict=True),
+            zip(before.places, before.marks.tolist(), strict=True),
         )
         return [index for index, (one, other) in enumerate(zip(told, was, strict=True)) if one != other]
 

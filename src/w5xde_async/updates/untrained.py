@@ -7,14 +7,14 @@ it. It may write into a tensor, give it other memory (``p.data = ...``), or put 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from w5xde_async.params.flat import FlatState, sum_of_bits
-from w5xde_async.params.layout import Bucket, Layout
+from w5xde_async.params.flat import FlatState, fingerprints
+from w5xde_async.params.layout import Layout
 
 
 class _Named(NamedTuple):
@@ -34,7 +34,9 @@ class Untrained:
         """``tensors``: the model's, in layout order; those that are not trained are views of ``state``."""
         self._model, self._state = model, state
         self._buckets = [bucket for bucket in layout.buckets if layout.groups[bucket.group].role != "grad"]
-        self._moves = [layout.groups[bucket.group].role != "frozen" for bucket in self._buckets]  # with every result
+        self._moving = [  # with every result
+            number for number, bucket in enumerate(self._buckets) if layout.groups[bucket.group].role != "frozen"
+        ]
         self._before: list[int] = []
         self._named: list[_Named] = []
         for entry, own in zip(layout.entries, tensors, strict=True):
@@ -45,11 +47,11 @@ class Untrained:
     def look(self) -> None:
         """The update is about to be made."""
         if not self._before:
-            self._before = self._values()
+            self._before = self._marks(range(len(self._buckets)))
             return
-        for number, bucket in enumerate(self._buckets):  # nobody else writes what is frozen, which may be large
-            if self._moves[number]:
-                self._before[number] = self._value(bucket)
+        # Nobody else writes what is frozen, which may be large.
+        for number, mark in zip(self._moving, self._marks(self._moving), strict=True):
+            self._before[number] = mark
 
     @torch.no_grad()
     def changed(self) -> list[int]:
@@ -78,12 +80,9 @@ class Untrained:
                 if found is own:
                     place.copy_(own)
                 own.data = place
-        before, self._before = self._before, self._values()
+        before, self._before = self._before, self._marks(range(len(self._buckets)))
         asked = zip(self._buckets, before, self._before, strict=True)
         return [bucket.index for bucket, was, now in asked if was != now]
 
-    def _values(self) -> list[int]:
-        return [self._value(bucket) for bucket in self._buckets]
-
-    def _value(self, bucket: Bucket) -> int:
-        return int(sum_of_bits(self._state.bucket(bucket)))
+    def _marks(self, numbers: Iterable[int]) -> list[int]:
+        return fingerprints([self._state.bucket(self._buckets[number]) for number in numbers]).tolist()
