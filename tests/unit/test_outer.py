@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -14,14 +15,20 @@ from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import Contribution, OuterRule, make_rule
-from w5xde_async.updates.sync import SyncRule
+from w5xde_async.updates.sync import SchedulerFailed, SyncRule
 
 
-def rule_of(scheduler: Any = None, **update: Any) -> OuterRule:
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def rule_of(
+    scheduler: Any = None, optimizer: Callable[[nn.Module], torch.optim.Optimizer] = plain_sgd, **update: Any
+) -> OuterRule:
     data = TensorDataset(torch.zeros(8, 4), torch.zeros(8))
     job = Job(
         model=lambda: nn.Linear(4, 3), dataset=data, loss=nn.functional.mse_loss, max_steps=1, batch_size=8,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0), scheduler=scheduler,
+        optimizer=optimizer, scheduler=scheduler,
     )  # fmt: skip
     model = nn.Linear(4, 3)
     layout = Layout.of(model, bucket_bytes=64 << 10)
@@ -32,14 +39,14 @@ def rule_of(scheduler: Any = None, **update: Any) -> OuterRule:
     return make_rule(UpdateConfig(**update), sync, state, min_workers=1, gate=None)
 
 
-def contribution(rule: OuterRule, step: int) -> Contribution:
+def contribution(rule: OuterRule, step: int, untouched: Collection[int] = ()) -> Contribution:
     vector = ResultVector(rule.layout)
     vector.reset()
     vector.group(rule.group).fill_(1.0)
     present = [True] * len(rule.layout.result_buckets)
     return Contribution(
         steps=(step,), counted=8, samples=8, version=rule.version, fragment=0, vector=vector, present=present,
-        untouched=frozenset(),
+        untouched=frozenset(untouched),
     )  # fmt: skip
 
 
@@ -98,3 +105,49 @@ def test_a_schedule_counts_results_however_often_a_run_has_stopped(stops: tuple[
     assert again.offer(contribution(again, 24)).accepted
     again.commit(0)
     assert steps_of(again) == 7
+
+
+def test_results_stay_when_the_step_of_them_is_refused() -> None:
+    """A hook of the optimizer's has frozen a parameter: once that is mended, the result counts."""
+    models: list[nn.Module] = []
+
+    def freezing(model: nn.Module) -> torch.optim.Optimizer:
+        models.append(model)
+        made = plain_sgd(model)
+
+        def freeze(*_: Any) -> None:
+            model.get_parameter("bias").requires_grad_(False)
+
+        made.register_step_post_hook(freeze)
+        return made
+
+    rule = rule_of(optimizer=freezing, rule="async")
+    assert rule.offer(contribution(rule, 0)).accepted
+    rule.commit(0)
+    before = rule.parameters.clone()
+    assert rule.offer(contribution(rule, 1)).accepted
+    with pytest.raises(SchedulerFailed):
+        rule.commit(0)
+    assert torch.equal(rule.parameters, before)
+    assert rule.pending(0) == 1
+    models[0].get_parameter("bias").requires_grad_(True)
+    rule.commit(0)
+    assert rule.pending(0) == 0
+    assert not torch.equal(rule.parameters, before)
+
+
+def test_what_got_no_gradient_is_not_stepped_after_a_restart_either() -> None:
+    def decaying(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+
+    rule = rule_of(optimizer=decaying, rule="async", results_per_step=2)
+    (bias,) = [index for index, entry in enumerate(rule.layout.entries) if entry.name == "bias"]
+    assert rule.offer(contribution(rule, 0, {bias})).accepted
+    again = rule_of(optimizer=decaying, rule="async", results_per_step=2)
+    again.load_state_dict(rule.state_dict())
+    before = again.parameters.clone()
+    again.commit(0)
+    entry = again.layout.entries[bias]
+    where = slice(entry.offset, entry.offset + entry.numel)
+    assert torch.equal(again.parameters[where], before[where])
+    assert not torch.equal(again.parameters, before)

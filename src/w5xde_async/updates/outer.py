@@ -354,7 +354,7 @@ class _Asynchronous(OuterRule):
         self._buffers.add(given, staleness=self._staleness(given), weight=outcome.weight)  # as its gradient weighs
 
     def _commit(self, fragment: int) -> Applied | None:
-        self._inner.catch_up()  # before anything is taken
+        self._inner.prepare()  # before anything is taken
         # The last may be fewer than K, and so may what a stop or a kill has found in the buffer: such versions are more
         # than a schedule for as many results has steps.
         per, results = self._rule.config.results_per_step, len(self.done)
@@ -371,11 +371,14 @@ class _Asynchronous(OuterRule):
         return {
             "asynchronous": self._rule.state_dict(), "inner": self._inner.state_dict(), "scheduled": self._scheduled,
             "results_per_step": self._rule.config.results_per_step,
+            "untouched": None if self._untouched is None else sorted(self._untouched),
         }  # fmt: skip
 
     def _load_rule_state(self, state: Mapping[str, Any]) -> None:
         self._rule.load_state_dict(state["asynchronous"])
         self._inner.load_state_dict(state["inner"])
+        untouched = state.get("untouched")  # earlier checkpoints lack it
+        self._untouched = None if untouched is None else frozenset(untouched)
         as_before = state.get("results_per_step") == self._rule.config.results_per_step
         self._scheduled = state["scheduled"] if as_before else None
 

@@ -229,9 +229,7 @@ class SyncRule:
         ``rate_factor`` multiplies every group's learning rate in this one optimizer step; the scheduler never sees it,
         nor a step that does not count in it (``schedules``). Raises SchedulerFailed.
         """
-        self.catch_up()
-        if self._own_code:
-            self._check_frozen()
+        self.prepare()
         learning_rate = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
         learning_rate *= rate_factor
         divisor, lie = samples * self.loss_scale, addends or [(piece,) for piece in root.buckets]
@@ -330,8 +328,9 @@ class SyncRule:
         self._expected.clear()
         return squares
 
-    def catch_up(self) -> None:
-        """Have the scheduler make the step that it has failed to make. Raises SchedulerFailed: nothing has changed."""
+    def prepare(self) -> None:
+        """What goes before a step: the scheduler makes the step that it has failed to make, and nobody has frozen a
+        parameter. Raises SchedulerFailed: nothing has changed."""
         if self._behind:
             try:
                 with random_state() if self.may_draw else nullcontext():
@@ -341,6 +340,8 @@ class SyncRule:
             except Exception as error:
                 raise SchedulerFailed(error, self._lengthened()) from error
             self._behind = False
+        if self._own_code:
+            self._check_frozen()
 
     def _lengthened(self) -> str:
         """How a schedule that came out too short (OneCycleLR) is made longer: what the job says now is not asked."""
