@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import operator
 import random
 import types
 from collections.abc import Callable
@@ -88,6 +89,13 @@ def tempered(step: int, *, by: float = 0.5) -> float:
     return by**step
 
 
+def lists_its_own(step: int) -> float:
+    found = [1.0]
+    while len(found) < step:
+        found.append(0.9 * found[-1])
+    return found[-1]
+
+
 COMPUTE: dict[str, Callable[[int], float]] = {
     "power": lambda step: 0.95**step,
     "globals": lambda step: min(1.0, (step + 1) / WARMUP),
@@ -100,6 +108,8 @@ COMPUTE: dict[str, Callable[[int], float]] = {
     "builtin": math.exp,
     "table's method": {0: 1.0, 1: 0.5}.get,
     "parsed arguments": lambda step: min(1.0, step / TOLD.warmup),
+    "a list of its own": lists_its_own,
+    "numpy's functions of a table": lambda step: float(np.add(np.sort(TABLE), 1.0)[step]),
 }  # fmt: skip
 
 
@@ -135,12 +145,43 @@ def later(step: int) -> float:
     return not_yet_there(step)  # type: ignore[name-defined] # noqa: F821
 
 
+def counting() -> Callable[[int], float]:
+    count = 0
+
+    def factor(step: int) -> float:
+        nonlocal count
+        count += 1
+        return 0.9**count
+
+    return factor
+
+
 def around(model: nn.Module) -> Callable[[int], float]:
     return lambda step: 1.0 if model.training else 0.5
 
 
 def by_keyword(step: int, *, model: nn.Module = MODEL) -> float:
     return 1.0 if model.training else 0.5
+
+
+KEPT: list[Any] = [1.0]
+KEEP_SOMETHING: dict[str, Callable[..., float]] = {
+    "pops": lambda step: KEPT.pop(0),
+    "pops what it was given": lambda step, rates=[1.0]: rates.pop(0),
+    "is a pop": [1.0].pop,
+    "appends": lambda step: 0.9 ** len(KEPT.append(step) or KEPT),  # type: ignore[func-returns-value]
+    "adds in place": lambda step: 0.9 ** len(operator.iadd(KEPT, [step])),
+    "by a method's name": lambda step: operator.methodcaller("pop")(KEPT),
+    "into an array": lambda step: float(np.add(TABLE, 1, out=TABLE)[0]),
+    "an array's place": lambda step: np.add.at(TABLE, 0, 1) or TABLE[0],  # type: ignore[func-returns-value]
+    "a dictionary": lambda step, kept={}: 0.9 ** kept.setdefault("first", step),
+    "by another function": lambda step: first_of(KEPT),
+    "a variable": counting(),
+}  # fmt: skip
+
+
+def first_of(rates: list[float]) -> float:
+    return rates.pop(0)
 
 
 MAY_DO_ANYTHING: dict[str, Callable[..., float]] = {
@@ -176,6 +217,16 @@ def test_a_function_that_only_computes_is_no_code_to_look_after(kind: str) -> No
 @pytest.mark.parametrize("kind", MAY_DO_ANYTHING)
 def test_a_function_that_may_do_anything_is(kind: str) -> None:
     assert is_foreign(scheduler(MAY_DO_ANYTHING[kind]))
+
+
+@pytest.mark.parametrize("kind", KEEP_SOMETHING)
+def test_a_function_that_may_keep_something_from_step_to_step_does_so_beside_checkpoints(kind: str) -> None:
+    assert is_foreign(scheduler(KEEP_SOMETHING[kind]))
+
+
+def test_what_a_function_keeps_no_checkpoint_has() -> None:
+    assert forgets(scheduler(KEEP_SOMETHING["pops"])) == ["lr_lambdas"]
+    assert forgets(scheduler(COMPUTE["list"])) == []
 
 
 def scheduler(factor: Callable[..., float]) -> Any:

@@ -2,7 +2,8 @@
 
 Such code may draw, freeze parameters, or change buffers, and is looked after (``updates.sync``), which takes time. What
 ``LambdaLR`` is given hardly ever does: ``lambda step: 0.95**step``. So functions are read: as far as one uses nothing
-but numbers, ``math``, numpy and other such functions it can only compute. Of all else nothing is supposed.
+but numbers, ``math``, numpy and other such functions it can only compute. Of all else nothing is supposed. One that has
+a list or the like, and anywhere calls what changes such, may keep something there from step to step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import functools
 import inspect
 import types
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -27,6 +28,18 @@ _COMPUTE = {
 }  # fmt: skip
 _DATA = (bool, int, float, complex, str, bytes, types.NoneType, np.number, np.bool_)
 _WRITE = {"DELETE_ATTR", "DELETE_GLOBAL", "DELETE_SUBSCR", "IMPORT_NAME", "STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR"}
+
+# What changes the object that it is an attribute of, and what of numpy and ``operator`` changes an argument.
+_CHANGE = {
+    "add", "append", "at", "clear", "difference_update", "discard", "extend", "fill", "insert", "intersection_update",
+    "itemset", "partition", "pop", "popitem", "put", "remove", "resize", "reverse", "setdefault", "setfield", "sort",
+    "symmetric_difference_update", "update", "__delitem__", "__setattr__", "__setitem__",
+}  # fmt: skip
+_CHANGE_ARGUMENTS = {
+    "copyto", "delitem", "fill_diagonal", "methodcaller", "place", "put", "put_along_axis", "putmask", "setitem",
+    "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub",
+    "itruediv", "ixor",
+}  # fmt: skip
 
 
 def has_hooks(optimizer: Any) -> bool:
@@ -75,13 +88,17 @@ def _of_torch(made: Any) -> bool:
 def _computes(values: list[object]) -> bool:
     """Whether calls of these can only compute, as far as they can be read."""
     read: set[int] = set()
+    can_keep = changes = False  # whether there is what can be changed, and a call that may do so
     while values:
         value = values.pop()
-        if id(value) in read or isinstance(value, _DATA) or (isinstance(value, np.ndarray) and value.dtype != object):
+        if id(value) in read or isinstance(value, _DATA):
             continue
         read.add(id(value))
         if len(read) > _MOST_READ:
             return False
+        can_keep |= isinstance(value, list | set | dict | np.ndarray | argparse.Namespace | types.SimpleNamespace)
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            continue
         if isinstance(value, list | tuple | set | frozenset):
             values.extend(value)
         elif isinstance(value, dict):
@@ -89,7 +106,7 @@ def _computes(values: list[object]) -> bool:
         elif type(value) in (argparse.Namespace, types.SimpleNamespace):
             values.extend(vars(value).values())
         elif isinstance(value, functools.partial):
-            values.extend([value.func, value.args, value.keywords])
+            values.extend([value.func, *value.args, *value.keywords.values()])
         elif isinstance(value, types.MethodType):
             if not _of_torch(type(value.__self__)) or value.__func__.__globals__.get("__name__", "")[:6] != "torch.":
                 return False
@@ -100,7 +117,8 @@ def _computes(values: list[object]) -> bool:
             elif (used := _used(value)) is None:
                 return False
             else:
-                values.extend(used)
+                values.extend(used.objects)
+                changes |= used.changes
         elif isinstance(value, types.ModuleType):
             if value.__name__ not in _MODULES:
                 return False
@@ -111,18 +129,24 @@ def _computes(values: list[object]) -> bool:
                     return False
             elif of is not None:
                 values.append(of)
+                changes |= value.__name__ in _CHANGE
         elif not isinstance(value, np.ufunc) and not (
             isinstance(value, type) and (issubclass(value, np.number) or getattr(builtins, value.__name__, 0) is value)
         ):
             return False
-    return True
+    return not (can_keep and changes)
 
 
-def _used(function: types.FunctionType) -> list[object] | None:
+class _Used(NamedTuple):
+    objects: list[object]
+    changes: bool  # it calls what changes an object
+
+
+def _used(function: types.FunctionType) -> _Used | None:
     """What a function has beside its arguments; None where it writes anywhere, imports, or uses what is not there."""
-    cells = function.__closure__ or ()
-    found: list[object] = [function.__defaults__, function.__kwdefaults__]
-    codes = [function.__code__]
+    cells, known = function.__closure__ or (), function.__globals__
+    found: list[object] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    codes, changes = [function.__code__], False
     try:
         found += [cell.cell_contents for cell in cells]
     except ValueError:  # not filled yet
@@ -130,15 +154,22 @@ def _used(function: types.FunctionType) -> list[object] | None:
     while codes:
         code = codes.pop()
         codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+        changes |= any(part == "out" or (isinstance(part, tuple) and "out" in part) for part in code.co_consts)
+        of_module = False  # what was loaded last
         for instruction in dis.get_instructions(code):
             name, what = instruction.opname, instruction.argval
-            if name in _WRITE or (name in ("LOAD_ATTR", "LOAD_METHOD") and what == "random"):
+            if name in _WRITE or (name in ("STORE_DEREF", "DELETE_DEREF") and what in function.__code__.co_freevars):
                 return None
+            if name in ("LOAD_ATTR", "LOAD_METHOD"):
+                if what == "random":
+                    return None
+                changes |= what in (_CHANGE_ARGUMENTS if of_module else _CHANGE)
+            of_module = name == "LOAD_GLOBAL" and isinstance(known.get(what), types.ModuleType)
             if name in ("LOAD_GLOBAL", "LOAD_NAME"):
-                if what in function.__globals__:
-                    found.append(function.__globals__[what])
+                if what in known:
+                    found.append(known[what])
                 elif what in _COMPUTE or isinstance(getattr(builtins, what, None), type):
                     continue
                 else:
                     return None
-    return found
+    return _Used(found, changes)
