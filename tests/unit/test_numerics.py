@@ -36,14 +36,28 @@ def test_a_shape_that_is_asked_for_is_one_division_once_somebody_has_come() -> N
 def test_that_there_are_several_is_told_once_and_those_that_were_are_remembered() -> None:
     run = RunNumerics()
     run.past[:] = ["tp=4 before"]
-    told = [run.note(one) for one in (EXACT, EXACT, TP, EXACT, "tp=2 other")]
-    assert [bool(text) for text in told] == [False, False, True, False, False]
-    assert f"in several ways ({EXACT}, {TP}, tp=4 before)" in told[2]
+    told = [run.note(one) for one in ("tp=4 before", EXACT, EXACT, TP, EXACT, "tp=2 other")]
+    assert [bool(text) for text in told] == [False, True, False, False, False, False]
+    assert f"in several ways ({EXACT}, tp=4 before)" in told[1]
     assert run.past == ["tp=4 before", EXACT, TP, "tp=2 other"]
     assert run.asked(ANY) == ""
     for number in range(1000):
         run.note(f"tp=2 {number}")
     assert len(run.past) == 64
+
+
+def test_the_first_worker_of_a_run_decides_after_a_resume_too() -> None:
+    run = RunNumerics()
+    run.restore([EXACT], [])
+    assert run.asked(FIRST) == EXACT
+    assert run.asked(ANY) == ""
+    assert run.asked("tp=2") == "tp=2"  # whoever says so is told
+    assert f"in several ways ({EXACT}, {TP})" in run.note(TP)
+    assert run.asked("tp=2") == TP
+    mixed = RunNumerics()
+    mixed.restore([EXACT, TP], [])
+    assert mixed.asked(FIRST) == ""
+    assert not mixed.note(TP)
 
 
 def test_devices_that_differ_are_told_once_and_those_before_a_resume_count() -> None:

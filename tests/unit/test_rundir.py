@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -358,6 +359,15 @@ def test_places_that_cannot_hold_a_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert "permission denied; make it writable" in unusable(tmp_path / "denied")
 
 
+def test_a_disk_that_has_no_room_for_the_lock_is_told(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        assert "cannot lock it" in unusable(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -368,6 +378,7 @@ def test_places_that_cannot_hold_a_run(tmp_path: Path, monkeypatch: pytest.Monke
         b'{"run_id": 1, "term": 1}',
         b'{"run_id": "0123456789abcdef", "term": 9223372036854775808}',
         b'{"run_id": "0123456789abcdef", "term": 9223372036854775807}',
+        b"[" * 200_000,
     ],
 )
 def test_a_damaged_identity_is_not_guessed(tmp_path: Path, content: bytes) -> None:

@@ -42,15 +42,18 @@ class RunNumerics:
         """What a new worker is asked for by the setting ``wanted``; empty: nothing."""
         if wanted == ANY:
             return ""
-        return self._agreed or ("" if wanted == FIRST else wanted)
+        if wanted == FIRST:  # of the run, which may have begun before a resume
+            wanted = self.past[0] if len(self.past) == 1 else ""
+        return self._agreed or wanted
 
     def note(self, numerics: str) -> str:
         """Somebody computes in this way: a new member, or the coordinator itself. What a person is to be told where it
         is the first that differs from others; else empty."""
+        another = bool(self.past) and numerics not in self.past
         if numerics not in self.past and len(self.past) < _MOST_KNOWN:
             self.past.append(numerics)
-        first, self._agreed = not self._agreed, self._agreed or numerics
-        if first or self._agreed == numerics or self._mixed:
+        self._agreed = self._agreed or numerics
+        if self._mixed or (self._agreed == numerics and not another):
             return ""
         self._mixed = True
         return (

@@ -191,7 +191,7 @@ class RunDir:
             run_id, term = content["run_id"], content["term"]
             if not _RUN_ID.fullmatch(run_id) or type(term) is not int or not 0 <= term < _MOST_TERM:
                 raise ValueError("values out of range")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = f"is damaged ({error}); start with --resume never to set this run aside"
             raise RunDirUnusable(str(path), reason) from error
         return run_id, term
@@ -334,6 +334,7 @@ def _take_lock(path: Path, filesystem: Filesystem) -> IO[str]:
         reason = f"process {holder} is using this run directory; stop it, or choose another --run-dir"
         raise RunDirBusy(str(path), reason) from error
     except OSError as error:
-        lock.close()
+        with suppress(OSError):  # what a full disk had no room for is tried once more
+            lock.close()
         raise RunDirUnusable(str(path), f"cannot lock it: {explain(error)}") from error
     return lock
