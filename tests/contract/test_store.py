@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +17,7 @@ import safetensors.torch
 import torch
 
 from w5xde_async.errors import CheckpointCorrupt, StoreError
+from w5xde_async.store import checkpoint
 from w5xde_async.store.checkpoint import CheckpointStore, Record
 from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.store.state import pack_state, unpack_state
@@ -286,6 +288,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
         {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]},
         {"dtype": "F32", "shape": [2**61], "data_offsets": [0, 2**63]},
         {"dtype": "F32", "shape": [2**59], "data_offsets": [0, 2**61]},
+        {"dtype": "F32", "shape": [2**61, 2**61, 0], "data_offsets": [0, 0]},
         {"dtype": "F32", "shape": [1] * 65 + [2], "data_offsets": [0, 8]},
         {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]},
         {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]},
@@ -306,6 +309,27 @@ def test_a_record_under_another_steps_name_is_refused(tmp_path: Path) -> None:
     path = store.save(record(1)).path
     with pytest.raises(CheckpointCorrupt, match="holds step 1"):
         store.load(path.rename(tmp_path / "step-000000009"))
+
+
+@pytest.mark.parametrize("change", [
+    {"step": math.inf}, {"step": 5.0}, {"step": True}, {"step": None}, {"format": None}, {"meta": []}, {"meta": None},
+    {"files": [1]}, {"files": {"model": {"nbytes": math.inf, "blake2b": ""}}},
+], ids=str)  # fmt: skip
+def test_a_manifest_that_says_nonsense_under_a_digest_of_its_own_is_passed_over(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    """None: that it does not say."""
+    store = CheckpointStore(tmp_path)
+    store.save(record(1))
+    (tmp_path / "step-000000005").mkdir()
+    body = {"format": 1, "step": 5, "files": {}, "meta": {}, **change}
+    body = {name: value for name, value in body.items() if value is not None}
+    (tmp_path / "step-000000005" / "manifest.json").write_bytes(checkpoint._encode_manifest(body))
+    loaded, skipped = store.latest()
+    assert_whole(loaded, 1)
+    assert [passed.path.name for passed in skipped] == ["step-000000005"]
+    if "format" in change:
+        assert store.meta()["loss"] == 0.1
 
 
 def test_a_newer_format_is_named_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,6 +452,23 @@ def test_a_failure_to_prune_does_not_fail_the_save(tmp_path: Path, caplog: pytes
     store.save(record(2))
     assert "checkpoint not pruned" in caplog.text
     assert_whole(store.latest()[0], 2)
+
+
+def test_a_failure_to_list_what_to_prune_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, listings = CheckpointStore(tmp_path), list[int]()
+
+    def failing(path: Path, real: Callable[[Path], Iterator[Path]] = Path.iterdir) -> Iterator[Path]:
+        listings.append(1)
+        if len(listings) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", failing)
+    store.save(record(1))
+    assert "checkpoint not pruned" in caplog.text
+    assert_whole(store.latest()[0], 1)
 
 
 def test_later_records_can_be_set_aside(tmp_path: Path) -> None:

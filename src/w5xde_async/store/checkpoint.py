@@ -96,7 +96,8 @@ class CheckpointStore:
         """Write ``record`` durably, then remove what is over ``keep``. The record just written is never removed.
 
         Raises:
-            StoreError: nothing was removed and no part of a record stays; says where, why and what to do.
+            StoreError: nothing was removed, and no part of the record stays, or all of it does, where only its name
+                may not have reached the disk; says where, why and what to do.
         """
         began = time.perf_counter()
         meta = _plain_meta(record.meta)
@@ -158,9 +159,11 @@ class CheckpointStore:
                 raise StoreError(str(path), "there is no checkpoint here; --resume takes a step-... directory")
             body = _read_manifest(path)
             try:
-                step, files = int(body["step"]), dict(body["files"])
+                step, meta, files = body["step"], body["meta"], dict(body["files"])
+                if type(step) is not int or not isinstance(meta, dict):
+                    raise TypeError("a step is a whole number, and what is noted with it has names")
                 groups = {name: self._load_group(path, name, **entry) for name, entry in files.items()}
-                record = Record(step=step, meta=body["meta"], groups=groups)
+                record = Record(step=step, meta=meta, groups=groups)
             except (KeyError, TypeError, ValueError) as error:
                 raise CheckpointCorrupt(str(path), f"{MANIFEST} is not complete ({error!r})") from error
         named = _DIRECTORY.fullmatch(path.name)
@@ -245,11 +248,10 @@ class CheckpointStore:
 
     def _prune(self, saved: Path) -> None:
         """Remove older revisions of ``saved`` and the oldest records over ``keep``; a failure costs only space."""
-        step = _order(saved)[0]
-        others = [path for path in self._paths() if path != saved]
-        kept = sorted({_order(path)[0] for path in others} - {step}, reverse=True)[: self._keep - 1]
-        doomed = []
+        step, doomed = _order(saved)[0], []
         try:
+            others = [path for path in self._listed() if path != saved]
+            kept = sorted({_order(path)[0] for path in others} - {step}, reverse=True)[: self._keep - 1]
             failpoint("checkpoint.prune.before")
             for path in others:
                 if _order(path)[0] not in kept:
@@ -270,7 +272,10 @@ class CheckpointStore:
     def _paths(self) -> list[Path]:
         """The records' directories, oldest first."""
         with disk_errors(self._directory, "list checkpoints"):
-            found = list(self._directory.iterdir()) if self._directory.is_dir() else []
+            return self._listed()
+
+    def _listed(self) -> list[Path]:
+        found = list(self._directory.iterdir()) if self._directory.is_dir() else []
         return sorted((path for path in found if _DIRECTORY.fullmatch(path.name)), key=_order)
 
     def _load_group(self, path: Path, group: str, *, nbytes: int, blake2b: str) -> dict[str, Tensor]:
@@ -327,12 +332,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         body = json.loads(data)
         body.pop("digest")
         # Byte for byte: an altered blank or a doubled key parses to the same values.
-        whole = _encode_manifest(body) == data
+        whole, version = _encode_manifest(body) == data, body["format"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(str(path), f"{MANIFEST} is damaged ({type(error).__name__})") from error
     if not whole:
         raise CheckpointCorrupt(str(path), f"{MANIFEST} does not match its digest")
-    if body["format"] != FORMAT:
-        raise StoreError(str(path), f"format {body['format']} is not one this version reads; upgrade w5xde-async")
+    if version != FORMAT:
+        raise StoreError(str(path), f"format {version} is not one this version reads; upgrade w5xde-async")
     assert isinstance(body, dict)
     return body

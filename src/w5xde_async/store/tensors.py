@@ -157,6 +157,8 @@ def _layout(entry: Any) -> tuple[torch.dtype, list[int], int, int]:
         raise ValueError("a size or an offset is not a number of that kind")
     if len(shape) > _MAX_DIMS or end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{end - start} bytes do not hold the shape {shape}")
+    if math.prod(number or 1 for number in shape) >= 1 << 63:  # of no elements; torch counts strides all the same
+        raise ValueError(f"no tensor has the shape {shape}")
     return dtype, list(shape), start, end
 
 
