@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from typing import Any
 
@@ -293,6 +294,28 @@ def test_a_restored_gate_judges_alike() -> None:
     second.load_state_dict(stored(first.state_dict()))
     assert seen + [second.judge(norm) for norm in norms[25:]] == expected
     assert 0.0 in expected
+
+
+@pytest.mark.parametrize("leave", ["bcd", "z"])
+def test_a_gate_that_is_restored_before_senders_leave_judges_alike(leave: str) -> None:
+    """Then it looks at more norms of those that stay. Who has sent zeros alone is a sender."""
+
+    def judged(restored: bool) -> list[float]:
+        gate, found, drawn = NormGate(), [], random.Random(1)
+        for turn in range(200):
+            if turn == 100 and restored:
+                kept = stored(gate.state_dict())
+                gate = NormGate()
+                gate.load_state_dict(kept)
+            if turn == 110:
+                for sender in leave:
+                    gate.left(sender)
+            sender = drawn.choice("abcdz" if turn < 100 else "a")
+            norm = 0.0 if sender == "z" else drawn.lognormvariate(0.0, 0.4) * (2.0 if sender == "a" else 1.0)
+            found.append(gate.judge(norm, sender=sender, present=5))
+        return found
+
+    assert judged(restored=True) == judged(restored=False)
 
 
 def test_a_short_batch_is_compared_with_what_its_noise_may_be() -> None:

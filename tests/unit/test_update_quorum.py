@@ -26,6 +26,15 @@ def test_no_quorum_no_close_whatever_the_time() -> None:
     assert decision.reason == "1 of 3 results, 2 are a quorum"
 
 
+def test_a_quorum_is_the_part_that_was_written() -> None:
+    """Also where its product in floats is a little more."""
+    for percent in range(1, 101):
+        quorum = Quorum(QuorumConfig(part=percent / 100))
+        for workers in (1, 7, 25, 50, 64):
+            quorum.open(0.0, [f"{workers} {number}" for number in range(workers)])
+            assert quorum.needed == -(-percent * workers // 100)
+
+
 def test_the_grace_is_median_and_mad_of_the_ages() -> None:
     quorum = taught(1.0, 2.0, 4.0, 9.0, 100.0, deviations=3.0, window=5)
     assert quorum.grace_s == 4.0 + 3.0 * 3.0  # nothing is repeated: the window is as long

@@ -391,6 +391,14 @@ def test_cancelling_and_zero_tensors_give_zero_not_nan() -> None:
     assert torch.equal(average.take(), torch.zeros(4))
 
 
+def test_directions_that_cancel_but_for_rounding_give_zero() -> None:
+    vector = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    average = RadialDirectionalAverage(1000, [(0, 1000)])
+    for times in (1.0, -3.0):
+        average.add(times * vector, samples=1, weight=1.0)
+    assert torch.equal(average.take(), torch.zeros(1000))
+
+
 # -- state
 
 

@@ -18,6 +18,7 @@ from w5xde_async.updates.admission import restore_
 
 # Elements of each row: in cache, and too few for torch to use other threads, whose barriers stall on a busy machine.
 _CHUNK = 1 << 12
+_NOISE = 1e-6  # of the weight: sums of float32 that should be zero are about so far from it
 
 
 class Average(Protocol):
@@ -139,8 +140,11 @@ class RadialDirectionalAverage:
         for index, (start, stop) in enumerate(self._tensors):
             piece = self._directions[start:stop]
             length = float(torch.linalg.vector_norm(piece))
-            if length > 0.0:
+            # What is left of directions that cancel is the noise of rounding, and no direction.
+            if length > _NOISE * self._weight:
                 piece.mul_(float(self._lengths[index]) / self._weight / length)
+            else:
+                piece.zero_()
         return self._directions
 
     def state_dict(self) -> dict[str, Any]:

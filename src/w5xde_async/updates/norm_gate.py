@@ -27,7 +27,7 @@ The gate has three limits, on purpose. First, the first result of all is compare
 good, and a gate that learns only from what it accepts would then refuse for ever. So the gate learns anew once more
 than half of the workers that are present have been refused together at least ``reopen_after`` times, each an equal part
 of that; it learns from the last norm of each of them. Third, where half of those present lie, it protects nobody.
-State: ``window`` pairs of numbers, and a pair for each sender that is refused.
+State: at most ``window`` pairs of numbers for each sender, and one more for each that is refused.
 
 ``BlockGate`` gives the bound for blocks of the synchronous tree. It compares logarithms, allows at least a factor of
 four, and has no votes. It refuses nothing and scales nothing down, so the bits of an honest run are the same with and
@@ -156,7 +156,7 @@ class NormGate:
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and numbers."""
         return {
-            "heard": {who: [list(known) for known in heard] for who, heard in self._heard().items()},
+            "heard": {who: [list(known) for known in heard] for who, heard in self._accepted.items()},
             "refused": {who: [count, *last] for who, (count, last) in self._refused.items()},
         }
 
@@ -165,7 +165,6 @@ class NormGate:
         self._accepted = {
             who: self._remembered((float(norm), float(length)) for norm, length in known if norm > 0)
             for who, known in state["heard"].items()
-            if known
         }
         self._refused = {
             who: (int(count), (float(norm), float(length))) for who, (count, norm, length) in state["refused"].items()

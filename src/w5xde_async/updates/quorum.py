@@ -20,6 +20,7 @@ import statistics
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import cycle, islice
 
 from w5xde_async.updates.norm_gate import median_and_mad
@@ -51,6 +52,7 @@ class Quorum:
 
     def __init__(self, config: QuorumConfig | None = None) -> None:
         self.config = config or QuorumConfig()
+        self._part = Fraction(str(self.config.part))  # as it was written: 0.28 of 25 are 7
         self._ages: dict[str, deque[float]] = {}
         self._began: dict[str, float] = {}  # workers at work -> since when, rounds ago for late ones
         self._expected: set[str] = set()
@@ -110,7 +112,7 @@ class Quorum:
     @property
     def needed(self) -> int:
         """K for the workers of the open round."""
-        return math.ceil(self.config.part * len(self._expected))
+        return math.ceil(self._part * len(self._expected))
 
     @property
     def grace_s(self) -> float:
