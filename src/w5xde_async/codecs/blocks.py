@@ -10,6 +10,8 @@ packing works on contiguous memory; byte j of a sign block holds values 8 j (low
 | int4 | 256 | ceil(n / 2) + 4 ceil(n / 256) | nearest of 0 and +-m 2^-6 ... m (E3M0); at most max(m / 128, x / 3) |
 | sign | 1024 | ceil(n / 8) + 4 ceil(n / 1024) | -1 below zero, else 1, times the block's mean magnitude |
 
+``sign`` has no zero: zeros, those between tensors included (``params.layout``), become the mean magnitude, too.
+
 For m below 2^-120 read 2^-120. A block with NaN or infinity has a scale that is not finite, and all of its values
 decode to such; the other blocks are what they would be without it.
 """

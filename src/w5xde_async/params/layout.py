@@ -10,7 +10,8 @@ one flat vector. Roles:
 
 A **bucket** is a contiguous piece of one group, the unit on the wire and in the reducer. Offsets are multiples of
 64 bytes, in elements: matrix kernels may give other bits for operands that are aligned otherwise, and a plain loop's
-tensors are aligned so. Padding takes part in no result.
+tensors are aligned so. What lies between (padding) is zero and nobody's value; only the codec ``sign``, which has no
+zero, makes a magnitude of it, which norms of that result then have.
 
 Tied weights are one entry with several names. Non-persistent buffers are the model's own affair, as in checkpoints.
 """
