@@ -965,6 +965,19 @@ def test_a_parameter_in_shared_memory_that_changes_meanwhile(who: str) -> None:
         run.engine.close()
 
 
+def test_a_step_that_only_moves_a_parameters_values_is_refused() -> None:
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        largest = max(module.parameters(), key=Tensor.numel)
+        with torch.no_grad():
+            largest.copy_(largest.flip(0))
+        loss: Tensor = nn.functional.cross_entropy(module(batch[0]), batch[1])
+        return loss
+
+    run = Run(job(step=step, loss=None))
+    with pytest.raises(LeafError, match="the step changes parameter"):
+        run.compute(task(leaves((4,)), (4,)))
+
+
 def test_a_parameter_with_other_memory_of_the_same_values_is_refused() -> None:
     """The next version would not reach it."""
 
