@@ -443,6 +443,25 @@ def test_a_mask_of_attention_may_be_as_long_as_the_next_sequence() -> None:
     assert any(fits(graph, batch(5, 7)) for graph in program.graphs)
 
 
+def test_sizes_that_a_model_treats_apart_are_not_taken_for_free() -> None:
+    """No sample of that size may be among the first ones."""
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        out: torch.Tensor = model(batch[0])
+        if batch[0].shape[1] != 9:
+            out = out.tanh()
+        return out.square().mean()
+
+    def batch(length: int) -> Any:
+        return (torch.ones(4, length, dtype=torch.int64),)
+
+    job = Job(model=lambda: nn.Embedding(2, 3), dataset=_Drawn(), step=step, optimizer=programs._sgd, max_steps=1)
+    model = build_model(job)
+    layout = Layout.of(model)
+    program: Program = parse(trace(job, model, layout, [batch(5), batch(6)]), layout)
+    assert [any(fits(graph, batch(length)) for graph in program.graphs) for length in (5, 6, 9)] == [True, True, False]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "steady"),
     [

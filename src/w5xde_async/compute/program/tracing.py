@@ -63,8 +63,9 @@ _NOISY = (
     "torch._export.non_strict_utils",
 )
 _SIZE = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
-#: Guards that an Input states, once sizes have their symbols: of one size, or that two are equal.
-_SIMPLE = re.compile(r"(s\d+|\d+) (==|>=|!=) \d+|\d+ <= s\d+|(\w+) == \3")
+#: Guards that an Input states, once sizes have their symbols: of one size, or that two are equal. Not that a size is
+#: other than some number: a model that does something else there does it where no sample has shown.
+_SIMPLE = re.compile(r"(s\d+|\d+) (==|>=) \d+|s\d+ != [01]|\d+ <= s\d+|(\w+) == \3")
 
 
 _TRIES = 4  # whether it is the step that draws, and nobody else
