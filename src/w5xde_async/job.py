@@ -13,12 +13,13 @@ import importlib
 import importlib.util
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import FunctionType, MappingProxyType, ModuleType
+from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -37,7 +38,8 @@ StepFunction = Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Any]]]
 #: ``max_steps`` of a run that goes on until somebody stops it: more than any run makes.
 ENDLESS = 1_000_000_000
 
-_MOST_NESTED = 8  # attributes and containers, one in another, in which optimizers are looked for
+_MOST_NESTED = 8  # attributes and containers, one in another, in which optimizers are looked for, and parts of a model
+_MOST_HELD = 1024  # by one container
 _MOST_UNREADABLE = 64  # of the first samples, for a look at a few
 _LABELS = ("labels", "label", "targets", "target")
 
@@ -304,8 +306,56 @@ def build_model(job: Job, *, replica: bool = False) -> nn.Module:
                         f"{named!r} was computed from parameters, and torch copies no such tensor",
                         "give a function that makes the model (model=make)",
                     )
+        if place := _closure_over(job.model):
+            raise JobError(
+                "model",
+                f"{place} is a function that holds the model, or a part of it (a closure), and would be called with "
+                "that in every copy",
+                "have it take what it needs from the module that it is given, or give a function that makes the model "
+                "(model=make)",
+            )
         return (copy.deepcopy(job.model) if replica else job.model).train()
     return made_model(job.model, job.seed).train()
+
+
+def _closure_over(model: nn.Module) -> str:
+    """Where a hook, or an attribute, is a function that holds parts of this very model, which copies share with it."""
+    own = {id(held) for held in (*model.modules(), *model.parameters(), *model.buffers())}
+    for where, part in model.named_modules():
+        state = None if hasattr(type(part), "__deepcopy__") else part.__getstate__()
+        for name, value in state.items() if isinstance(state, dict) else ():
+            forward = name in ("_forward_hooks", "_forward_pre_hooks")
+            if (forward or not (name.startswith("_") and name.endswith("hooks"))) and _is_held(own, value):
+                place = f"module {where or type(part).__name__!r}"
+                return f"a forward hook of {place}" if forward else f"attribute {name!r} of {place}"
+    return ""
+
+
+def _is_held(own: Collection[int], value: object) -> bool:
+    """Whether one of ``own`` is found in what a function holds, there or in containers: what is found elsewhere is
+    copied with it."""
+    seen, waiting = set[tuple[int, bool]](), [(value, False, 0)]
+    while waiting:
+        value, shared, depth = waiting.pop()
+        if shared and id(value) in own:
+            return True
+        if (id(value), shared) in seen or depth > _MOST_NESTED:
+            continue
+        seen.add((id(value), shared))
+        parts: Iterable[object] = ()
+        if isinstance(value, FunctionType):
+            cells = (cell.cell_contents for cell in value.__closure__ or () if cell != CellType())
+            parts, shared = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()), True
+        elif isinstance(value, MethodType):
+            parts = (value.__func__, value.__self__)
+        elif isinstance(value, partial):
+            parts = (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, dict):
+            parts = value.values()
+        elif isinstance(value, list | tuple | set):
+            parts = value
+        waiting.extend((one, shared, depth + 1) for one in islice(parts, _MOST_HELD))
+    return False
 
 
 def made_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -7,8 +7,9 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -450,3 +451,60 @@ def test_hooks_that_no_copy_has_are_refused(hook: str) -> None:
             build_model(
                 Job(model=given, dataset=[1], optimizer=sgd, loss=nn.functional.mse_loss, epochs=1), replica=replica
             )
+
+
+def _patched(model: nn.Module) -> None:
+    original = model.forward
+
+    def forward(x: Tensor) -> Any:
+        return 2 * original(x)
+
+    model.forward = forward  # type: ignore[method-assign]
+
+
+class _Tripled(nn.Linear):
+    """Its forward is one that was set, and copies have their own."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.forward = MethodType(_tripled, self)  # type: ignore[method-assign]
+
+
+def _tripled(module: nn.Linear, x: Tensor) -> Tensor:
+    return 3 * nn.functional.linear(x, module.weight, module.bias)
+
+
+@pytest.mark.parametrize(
+    ("patch", "place"),
+    [
+        (lambda m: m[0].register_forward_hook(lambda _, i, o: o + m[1](o)), "a forward hook of module '0'"),
+        (lambda m: m[0].register_forward_pre_hook(lambda _, i, own=[m[1]]: i), "a forward hook of module '0'"),
+        (
+            lambda m: m.register_forward_hook(partial(lambda by, _, i, o: o * m[1].bias + by, 1)),
+            "a forward hook of module 'Sequential'",
+        ),
+        (lambda m: _patched(m[1]), "attribute 'forward' of module '1'"),
+        (lambda m: setattr(m, "parts", {"b": lambda x: m[1](x)}), "attribute 'parts' of module 'Sequential'"),
+    ],
+)
+def test_functions_that_every_copy_would_call_with_the_first_model_are_refused(patch: Any, place: str) -> None:
+    given = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    patch(given)
+    for replica in (True, False):
+        with pytest.raises(JobError, match=f"model: {place} is a function that holds the model, or a part of it"):
+            build_model(job(model=given), replica=replica)
+
+
+def test_functions_that_hold_nothing_of_the_model_are_copied() -> None:
+    by, teacher = 2.0, nn.Linear(2, 2)
+    given = nn.Sequential(nn.Linear(2, 2), _Tripled(), nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+    given[0].register_forward_hook(lambda module, i, o: o * by + module.bias + teacher(i[0]))
+    given[0].forward = partial(_tripled, given[0])
+    given._compiled_call_impl = lambda *args: given.forward(*args)  # as ``given.compile()`` sets: no copy has it
+    given[0].register_load_state_dict_post_hook(lambda module, keys: given.train())
+    copied, x = build_model(job(model=given), replica=True), torch.ones(1, 2)
+    before = copied(x)
+    with torch.no_grad():
+        for parameter in given.parameters():
+            parameter.zero_()
+    assert torch.equal(copied(x), before)

@@ -275,6 +275,19 @@ def test_hooks_on_activations_are_refused_with_their_line() -> None:
     assert refused.where == line_of("a hook")
 
 
+def test_a_function_that_holds_the_model_is_refused_with_its_line() -> None:
+    """Copies of the model share it: the comparison meets nothing."""
+
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3))
+        made[0].register_forward_hook(lambda _, i, out: out + made[1](out))  # the model itself
+        return made
+
+    refused = refusal_of(model)
+    assert "takes parameter 1." in refused.reason
+    assert refused.where == line_of("the model itself")
+
+
 class Clamped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:

@@ -304,8 +304,10 @@ def _refuse_what_traces_leave_out(
     """Raises NotTraceable for what the comparison meets only where it acts on the samples compared.
 
     That is whatever changes gradients on their way, by hooks or an ``autograd.Function``, and random numbers that a
-    program cannot draw. Hooks on parameters it never meets: copies of a model have none.
+    program cannot draw. Never it meets hooks on parameters, which copies of a model have not, and parameters that come
+    out of a function that holds the model itself, whose copies all compute with these.
     """
+    first = {id(held): name for name, held in model.named_parameters()}
     for name, parameter in model.named_parameters():
         for hooks, made_by in (("_backward_hooks", "register_hook"),
                                ("_post_accumulate_grad_hooks", "register_post_accumulate_grad_hook")):  # fmt: skip
@@ -334,8 +336,22 @@ def _refuse_what_traces_leave_out(
             function = getattr(node, "_forward_cls", None)
             # Torch's own are for exporting to refuse, under the names that users call.
             if function is not None and function.__module__.partition(".")[0] != "torch":
-                where = users_line(frames_of("".join(node.metadata.get("traceback_", ()))))
-                raise NotTraceable(f"the step uses {function.__name__}, a torch.autograd.Function; {_BACKWARD}", where)
+                raise NotTraceable(
+                    f"the step uses {function.__name__}, a torch.autograd.Function; {_BACKWARD}", _where_made(node)
+                )
+            for into, _ in node.next_functions:
+                if taken := first.get(id(getattr(into, "variable", None))):
+                    raise NotTraceable(
+                        "the step, a hook or a function set on a module holds the model that it was made with (a "
+                        f"closure) and takes parameter {taken} from there: it is to take it from the module that "
+                        "it is given",
+                        _where_made(node),
+                    )
+
+
+def _where_made(node: Any) -> str:
+    """The user's line that a node of autograd's graph comes from, where anomalies are looked for."""
+    return users_line(frames_of("".join(node.metadata.get("traceback_", ()))))
 
 
 def _refuse_backward_hooks(model: nn.Module) -> None:
