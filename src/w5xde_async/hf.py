@@ -32,7 +32,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 
 from w5xde_async.errors import JobError
-from w5xde_async.job import Job, Precision, first_samples, of_whole_microbatches, step_function
+from w5xde_async.job import Job, Precision, collated, first_samples, of_whole_microbatches, step_function
 from w5xde_async.randomness import random_state, seed_all
 
 #: What an evaluation tells of itself, not of the model.
@@ -273,7 +273,7 @@ def _lengths_differ(job: Job) -> bool:
     """Whether some of the first samples have labels on more tokens than others."""
     assert job.collate is not None
     with random_state():
-        batch: Any = job.collate(first_samples(job, _LOOKED_AT))
+        batch: Any = collated(job.collate, first_samples(job, _LOOKED_AT))
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.ndim < 2:
         return False
@@ -294,7 +294,7 @@ def _gradient_ratio(trainer: Trainer, job: Job) -> float:
     try:
         with random_state(), torch.no_grad():
             model = copy.deepcopy(trainer.model).eval()
-            batch = dict(job.collate(first_samples(job, min(2, job.microbatch_samples))))
+            batch = dict(collated(job.collate, first_samples(job, min(2, job.microbatch_samples))))
             _, labels = trainer.get_batch_samples(iter([batch] * count), count, torch.device("cpu"))
             seed_all(job.seed)
             ours, _ = step_function(job)(model, dict(batch))
@@ -326,7 +326,7 @@ def _kept(trainer: Trainer, job: Job) -> list[str]:
     tried, seen = job.step.again(), []
     try:
         with random_state():
-            batch = job.collate(first_samples(job, min(2, job.microbatch_samples)))
+            batch = collated(job.collate, first_samples(job, min(2, job.microbatch_samples)))
             for _ in range(2):
                 seed_all(job.seed)
                 tried(copy.deepcopy(trainer.model).train(), batch)

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from w5xde_async.errors import LACKS_MEMORY, JobError, LocalError, UsageError, in_one_line
 from w5xde_async.randomness import random_state, seed_all
@@ -235,6 +235,19 @@ def first_samples(job: Job, count: int) -> list[Any]:
     if not found:
         raise error or JobError("dataset", "it gives no samples")
     return [found[at % len(found)] for at in range(count)]
+
+
+def collated(collate: Callable[[list[Any]], Any] | None, samples: Iterable[Any]) -> Any:
+    """A batch of samples that others read, too, or that are looked at again: a job's collate may change what it is
+    given, so it is given copies, where there can be any."""
+    return default_collate(list(samples)) if collate is None else collate([_copied(sample) for sample in samples])
+
+
+def _copied(sample: Any) -> Any:
+    try:
+        return copy.deepcopy(sample)
+    except Exception:
+        return sample
 
 
 def of_whole_microbatches(dataset: Any, microbatch: int, batch_size: int, *, option: str) -> tuple[Any, bool]:

@@ -475,6 +475,17 @@ def test_sizes_that_a_model_treats_apart_are_not_taken_for_free() -> None:
     assert [any(fits(graph, batch(length)) for graph in program.graphs) for length in (5, 6, 9)] == [True, True, False]
 
 
+def test_a_collate_may_change_the_samples_that_it_is_given() -> None:
+    """Whose first ones are collated once for each size."""
+
+    def collate(samples: list[dict[str, Any]]) -> Any:
+        return torch.stack([sample.pop("x").mul_(2) for sample in samples])
+
+    data = [{"x": torch.ones(2)} for _ in range(4)]
+    job = Job(model=_Masked, dataset=data, loss=F.cross_entropy, optimizer=programs._sgd, max_steps=1, collate=collate)
+    assert [batch.tolist() for batch in probe_batches(job, [3, 4])] == [[[2, 2]] * 3, [[2, 2]] * 4]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "steady"),
     [

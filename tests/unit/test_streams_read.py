@@ -222,6 +222,40 @@ def test_an_empty_one_is_found() -> None:
         StreamReader(job(Made(lambda: once))).read(range(8))
 
 
+@pytest.mark.parametrize("length", [8, 12])
+def test_an_iterator_that_begins_anew_ends_its_epoch_all_the_same(length: int) -> None:
+    """As a DataLoader ends it: at StopIteration."""
+    told: list[int] = []
+
+    class Cyclic:
+        def __init__(self) -> None:
+            self._left = length
+
+        def __iter__(self) -> Cyclic:
+            return self
+
+        def __next__(self) -> int:
+            if not self._left:
+                self._left = length
+                raise StopIteration
+            self._left -= 1
+            return self._left
+
+    class Told(Made):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(epoch)
+
+    made = job(Told(Cyclic), shuffle=False)
+    assert StreamReader(made).read(range(2 * length)) == [*range(length)][::-1] * 2
+    assert told == [0, 0, 1]  # the first samples are read twice
+
+
+@pytest.mark.parametrize("change", [lambda sample: sample.pop("x"), lambda sample: sample["x"].mul_(2)])
+def test_a_collate_that_changes_its_samples_is_given_each_as_it_was_read(change: Any) -> None:
+    made = job(Made(lambda: ({"x": torch.ones(1)} for _ in range(40))), collate=lambda samples: change(samples[0]))
+    assert [sample["x"] for sample in StreamReader(made).read(range(40))] == [1] * 40
+
+
 def test_a_record_that_cannot_be_decoded_is_one_sample() -> None:
     def decode(number: int) -> int:
         if number % 10 == 3:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import map_tensors
 from w5xde_async.compute.flops import count_step
-from w5xde_async.job import Job, first_samples, step_function
+from w5xde_async.job import Job, collated, first_samples, step_function
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import users_code
 
@@ -100,7 +100,7 @@ def _probe(job: Job) -> Any:
     """A batch of the dataset's first sample, as often as is needed: reading may be slow, and a second tells no more."""
     if type(job.dataset) is TensorDataset and job.collate is None:
         return tuple(torch.cat([tensor[:1]] * _PROBED) for tensor in job.dataset.tensors)
-    return (job.collate or default_collate)(first_samples(job, 1) * _PROBED)
+    return collated(job.collate, first_samples(job, 1) * _PROBED)
 
 
 def _without_memory(model: nn.Module) -> dict[int, Any]:

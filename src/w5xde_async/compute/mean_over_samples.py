@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.loss import _Loss
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import map_tensors
-from w5xde_async.job import Job, first_samples, step_function
+from w5xde_async.job import Job, collated, first_samples, step_function
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.users_code import users_code
@@ -113,8 +113,8 @@ def _batches(job: Job, count: int) -> Callable[[int, int], Any] | None:
     first_samples(job, 1)
     if (time.monotonic() - began) * count > _MOST_READING_S:
         return None
-    samples, collate = first_samples(job, count), job.collate or default_collate
-    return lambda begin, end: collate(samples[begin:end])
+    samples = first_samples(job, count)
+    return lambda begin, end: collated(job.collate, samples[begin:end])
 
 
 def _losses(job: Job, model: nn.Module, batches: list[Any], draw: int = 0) -> tuple[tuple[float, float, float], bool]:

@@ -62,7 +62,6 @@ _STEPS_AHEAD, _AHEAD_BYTES = 16, 128 << 10
 _TURN_STEPS, _TURN_LEAVES, _TURN_S, _TURN_BYTES = 16, 64, 0.01, 4 << 20
 _MAX_BUFFERS = 2048
 _STRUCTURE_BYTES = 512 << 10  # of a lease: strings travel in its header
-_STEADY_SAMPLES = 64
 
 
 class BlockData(NamedTuple):

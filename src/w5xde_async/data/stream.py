@@ -29,11 +29,9 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import default_collate
-
 from w5xde_async.compute.batch import flatten, on_host
 from w5xde_async.errors import JobError, LeafFailed, headline
-from w5xde_async.job import Job
+from w5xde_async.job import Job, collated
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.sampler import epoch_order, seed_for
 from w5xde_async.randomness import draws_random, random_state, seed_all
@@ -124,7 +122,7 @@ class StreamReader:
     """Samples of ``job.dataset`` by place."""
 
     def __init__(self, job: Job) -> None:
-        self._dataset, self._collate = job.dataset, job.collate or default_collate
+        self._dataset, self._collate = job.dataset, job.collate
         self._seed, self._shuffle, self._length = job.seed, job.shuffle, job.num_samples
         self._together = job.shuffle_buffer if job.shuffle else 1
         self._window = self._together * -(-LEAST_WINDOW // self._together)
@@ -138,6 +136,7 @@ class StreamReader:
         self._source: Any = None
         self._iterator: Iterator[Any] | None = None
         self._by_state = False  # the iterator began at a state
+        self._ended = False  # it has said that the epoch is over: some begin anew after that
         self._failed: Exception | None = None  # what it raised last, if it has given nothing since
         self._random: bool | None = None  # whether it draws random numbers; None: not known yet
         self._steady = 0  # samples read so far without a random number
@@ -286,9 +285,9 @@ class StreamReader:
         samples: list[Any] = []
         with users_code():
             if self._iterator is None:
-                self._by_state, self._failed = bool(here.offset), None
+                self._by_state, self._failed, self._ended = bool(here.offset), None, False
                 self._source, self._iterator = self._opened(here)
-            while len(samples) < self._window:
+            while len(samples) < self._window and not self._ended:
                 try:
                     samples.append(next(self._iterator))
                     self._failed = None
@@ -296,7 +295,7 @@ class StreamReader:
                     if self._failed is not None and not getattr(self._iterator, "goes_on_after_errors", False):
                         unopened = getattr(self._iterator, "unopened", False)
                         raise self._broke_off(here, len(samples), self._failed, unopened=unopened) from self._failed
-                    break
+                    self._ended = True
                 except MemoryError:
                     raise
                 except Exception as error:
@@ -391,7 +390,7 @@ class StreamReader:
                     continue
                 try:
                     seed_all(0)
-                    structure, tensors = flatten(self._collate([samples[at]]))
+                    structure, tensors = flatten(collated(self._collate, [samples[at]]))
                 except Exception:
                     return ""
                 digest.update(structure)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import set_detect_anomaly
 from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import flatten, map_tensors, unflatten
 from w5xde_async.compute.block import GRADIENTS_CHANGED, autocast
@@ -48,7 +48,7 @@ from w5xde_async.compute.program.interpreter import fits
 from w5xde_async.compute.program.program_job import ProgramStep
 from w5xde_async.compute.program.switches import said_here
 from w5xde_async.errors import ProgramRefused
-from w5xde_async.job import Job, StepFunction, first_samples, step_function
+from w5xde_async.job import Job, StepFunction, collated, first_samples, step_function
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.randomness import random_state, seed_all
@@ -144,9 +144,8 @@ def probe_batches(job: Job, sizes: Sequence[int]) -> list[Any]:
     """One batch of each number of samples, collated from the dataset's first ones."""
     if type(job.dataset) is TensorDataset and job.collate is None:  # gathered, as the loader does it
         return [tuple(tensor[:size] for tensor in job.dataset.tensors) for size in sizes]
-    collate = job.collate or default_collate
     samples = first_samples(job, max(sizes))
-    return [collate(samples[:size]) for size in sizes]
+    return [collated(job.collate, samples[:size]) for size in sizes]
 
 
 def trace_job(job: Job, model: nn.Module, layout: Layout) -> Document:
