@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from w5xde_async.compute.batch import flatten, joined, leaves_of, map_tensors, rows, unflatten
+from w5xde_async.compute.batch import flatten, joined, leaves_of, map_tensors, on_host, rows, unflatten
 from w5xde_async.errors import MalformedFrame
 
 plain = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -152,6 +152,23 @@ def test_cut_rows_are_aligned_as_fresh_tensors_are() -> None:
     structure, tensors = flatten((torch.zeros(9, 3),))
     for _, (x,) in leaves_of(structure, tensors, [2] * 4 + [1], packed=True):
         assert x.data_ptr() % 64 == 0
+
+
+def test_leaves_that_a_collate_has_cut_are_aligned_too() -> None:
+    structure, tensors = flatten((torch.zeros(9)[1:],))
+    ((_, (x,)),) = leaves_of(structure, tensors, [8], packed=False)
+    assert x.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 5, 3), (1, 2, 5, 3), (4, 2, 1, 1), (1, 1), (0, 1)])
+def test_what_is_sent_lies_as_a_fresh_tensor_does(shape: tuple[int, ...]) -> None:
+    """By whoever it is read: kernels go by the strides of an axis of one element, too."""
+    given = torch.rand(shape)
+    images = [given.to(memory_format=torch.channels_last)] if len(shape) == 4 else []
+    for tensor in (given, given.mT.contiguous().mT, *images):
+        sent = on_host(tensor)
+        assert sent.stride() == torch.empty(shape).stride()
+        assert torch.equal(sent, given)
 
 
 @pytest.mark.parametrize("samples", [[4], [2, 2]])

@@ -88,7 +88,9 @@ def flatten(batch: Any) -> tuple[bytes, list[Tensor]]:
 
 def on_host(tensor: Tensor) -> Tensor:
     """In this machine's memory, as it is sent: a dataset's tensors may lie on an accelerator."""
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # Axes of one element may keep any strides, by which some kernels go (channels_last): those of a fresh tensor.
+    return host.view(-1).view(host.shape) if 1 in host.shape else host
 
 
 def joined(structures: Sequence[bytes]) -> bytes:
@@ -164,6 +166,7 @@ def leaves_of(
             aligned = tuple([_aligned(tensor) for tensor in piece])
             yield count, aligned if plain else _fill(tree, aligned)
         return
+    tensors = [_aligned(tensor) for tensor in tensors]
     tree = _parse(structure)
     if type(tree) is list and len(tree) == 2 and tree[0] == _EACH:
         trees = tree[1]
