@@ -178,6 +178,26 @@ def test_a_trace_that_rounds_otherwise_is_no_program_and_says_what_it_is() -> No
         trace_of(job_of(Exported))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_torchs_default_dtype_is_that_of_a_worker_without_code(dtype: torch.dtype | None) -> None:
+    """Where what the step makes goes by another one, there is no program."""
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]) * torch.full((3,), 0.1, dtype=dtype).float(), batch[1])
+
+    job = job_of(lambda: nn.Linear(6, 3, dtype=torch.float32), step)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        if dtype:
+            assert trace_of(job)
+        else:
+            with pytest.raises(NotTraceable, match=r"differs.*torch's default dtype is torch.bfloat16, and workers"):
+                trace_of(job)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_an_operator_that_is_not_on_the_list_is_named() -> None:
     def step(model: nn.Module, batch: Any) -> Any:
         x, y = batch

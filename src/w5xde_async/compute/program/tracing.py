@@ -504,12 +504,24 @@ def _compare(
     ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
     prefix = "the traced step differs from the model"
     hint = "does it use state that is neither parameter nor buffer, or Python's random numbers?"
+    usual = torch.get_default_dtype() == torch.float32
+    if not usual:
+        hint = (
+            f"torch's default dtype is {torch.get_default_dtype()}, and workers without the code are not told: say the "
+            "dtype of each tensor that the step makes"
+        )
     rounding = "by rounding alone, since it takes other kernels when it is traced"
     for number, batch in enumerate(batches):
         loss_a, metrics_a, state_a = _one_step(ours, step, batch, in_precision, seed + number)
-        loss_b, metrics_b, state_b = _one_step(theirs, program_step, batch, in_precision, seed + number)
+        try:
+            with _float32_by_default():
+                loss_b, metrics_b, state_b = _one_step(theirs, program_step, batch, in_precision, seed + number)
+        except Exception as error:
+            if usual:
+                raise
+            raise NotTraceable(f"{prefix}: {_first_line(error)}; {hint}") from error
         if not same_bits(loss_a, loss_b):
-            why = f"{rounding}; {_EAGER}" if _close(loss_a, loss_b) else hint
+            why = f"{rounding}; {_EAGER}" if usual and _close(loss_a, loss_b) else hint
             raise NotTraceable(f"{prefix}: loss {loss_b.item()} in place of {loss_a.item()}; {why}")
         if repr(metrics_a) != repr(metrics_b):
             raise NotTraceable(f"{prefix}: metrics {metrics_b} in place of {metrics_a}; {hint}")
@@ -517,10 +529,21 @@ def _compare(
             raise NotTraceable(f"{prefix}: it draws other random numbers")
         for entry, a, b in zip(layout.entries, state_of(ours, layout), state_of(theirs, layout), strict=True):
             if not _same_gradient(a.grad, b.grad):
-                why = f"{rounding}; {_EAGER}" if _close(a.grad, b.grad) else hint
+                why = f"{rounding}; {_EAGER}" if usual and _close(a.grad, b.grad) else hint
                 raise NotTraceable(f"{prefix}: the gradient of {entry.name} has other bits; {why}")
             if not same_bits(a.detach(), b.detach()):
                 raise NotTraceable(f"{prefix}: {entry.name} has other bits after it; {hint}")
+
+
+@contextmanager
+def _float32_by_default() -> Iterator[None]:
+    """As in the process of a worker without the code, whatever the job's file says at its top."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _one_step(
