@@ -905,6 +905,29 @@ def test_parameters_that_nobody_would_train_are_refused_by_name(kind: str, name:
             on()
 
 
+@pytest.mark.parametrize("bucket_bytes", [512, 1 << 20])
+def test_a_step_that_freezes_a_parameter_is_refused_by_name(bucket_bytes: int) -> None:
+    """It would be frozen in this process alone. For a part of the step it may be."""
+    given = step_function(job())
+
+    def step(module: Any, batch: Any) -> Any:
+        module.head.requires_grad_(False)
+        module.first.requires_grad_(float(batch[0][0, 0]) < 100)
+        loss = given(module, batch)[0]
+        module.head.requires_grad_(True)
+        return loss + given(module, batch)[0]
+
+    run = Run(job(step=step, loss=None, model=plain_net), bucket_bytes=bucket_bytes)
+    batches = leaves((4, 4))
+    for _ in range(3):
+        run.compute(task(batches, (4, 4)))
+    batches[1][0][0, 0] = 200
+    with pytest.raises(
+        LeafError, match=r"parameter 'first\.weight' was trainable when the run began and is frozen now"
+    ):
+        run.compute(task(batches, (4, 4)))
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.parametrize(
     ("ends", "code"),

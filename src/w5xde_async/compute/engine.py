@@ -370,6 +370,7 @@ class Engine:
             self._transfer.empty_cache()  # not before the error and its frames are gone, which hold what was computed
         self._end_fork()
         self._blocks += 1
+        self._check_trained(block)
         if self._written() != written:
             self.looks_closely = True
         if before is not None:
@@ -543,6 +544,13 @@ class Engine:
         for parameter, name in self._frozen:
             if parameter.grad is not None:
                 raise TypeError(trained_otherwise(name, begun=False))
+
+    def _check_trained(self, block: Block) -> None:
+        """Raises LeafError where the step has left a parameter frozen, in this process alone."""
+        for index in [index for index, parameter in self._parameters if not parameter.requires_grad]:
+            self._abandon(block)
+            error = TypeError(trained_otherwise(self.layout.entries[index].name, begun=True))
+            raise self._failure(block, block.leaf, error)
 
     def _note_landed(self, block: Block, landed: list[int]) -> None:
         """Take from ``landed``, how many gradients each parameter got in one backward pass, what it says of the block.
