@@ -329,6 +329,14 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     "expanded and then copied inside": (
         lambda: document(("expand.default", [v(SEEN), listed(1 << 30, 3)]), ("sum.default", [v(N)])), "elements",
     ),
+    "expanded and then viewed in part, whose gradient is whole": (
+        lambda: document(("expand.default", [v(SEEN), listed(1 << 30, 3)]), ("slice.Tensor", [v(N), 0, 0, 1])),
+        "what is viewed in part has",
+    ),
+    "expanded and then taken apart": (
+        lambda: document(("expand.default", [v(SEEN), listed(2, 1 << 30, 3)]), ("select.int", [v(N), 1, 0])),
+        "elements",
+    ),
     # the whole
     "a million nodes": (lambda: so_many(1_000_000), "bytes, more than"),
     "more nodes than allowed": (

@@ -25,12 +25,8 @@ def check(operator: Operator, arguments: Sequence[Any], named: _Named, *, memory
     """Raises ValueError for a call that must not be made."""
     given = {parameter.name: value for parameter, value in zip(operator.parameters, arguments, strict=False)}
     given.update(named)
-    if not operator.aliases:
-        for name, value in given.items():
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                # Expanded ones are small until a kernel copies them.
-                if isinstance(tensor, Tensor) and tensor.numel() * tensor.element_size() > memory_bytes:
-                    raise ValueError(f"{name} has {tensor.numel()} elements, more than {memory_bytes} bytes")
+    if not operator.aliases:  # expanded ones are small until a kernel copies them
+        _fits(given, memory_bytes)
     reduction = given.get("reduction", 1)
     _need(type(reduction) is not int or 0 <= reduction <= 2, f"reduction is {reduction}")  # kernels take others for one
     base = operator.base.rstrip("_")
@@ -39,6 +35,21 @@ def check(operator: Operator, arguments: Sequence[Any], named: _Named, *, memory
         rule(given)
     elif base in _GATES:
         _recurrent(base, given)
+
+
+def check_view(arguments: Sequence[Any], named: _Named, result: Any, *, memory_bytes: int) -> None:
+    """Raises ValueError for a view of a part of what is too large: backward makes a gradient of all of it."""
+    views = [one for one in (result if isinstance(result, (list, tuple)) else (result,)) if isinstance(one, Tensor)]
+    least = min([view.numel() for view in views], default=0)
+    bases = [one for one in (*arguments, *named.values()) if isinstance(one, Tensor) and one.numel() > least]
+    _fits({"what is viewed in part": bases}, memory_bytes)
+
+
+def _fits(given: _Named, memory_bytes: int) -> None:
+    for name, value in given.items():
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, Tensor) and tensor.numel() * tensor.element_size() > memory_bytes:
+                raise ValueError(f"{name} has {tensor.numel()} elements, more than {memory_bytes} bytes")
 
 
 def _need(holds: bool, reason: str) -> None:

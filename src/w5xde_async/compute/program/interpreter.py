@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from w5xde_async.compute.program.checkpointing import computed
-from w5xde_async.compute.program.constraints import check
+from w5xde_async.compute.program.constraints import check, check_view
 from w5xde_async.compute.program.form import DEVICE, Graph, Input, Program, Ref
 from w5xde_async.compute.program.operators import RECOMPUTE, SET_GRAD, Operator
 from w5xde_async.errors import ProgramRefused
@@ -279,6 +279,8 @@ class Scale:
                 raise ValueError(f"to check the program takes more than {self._seconds:g} s")
             check(operator, arguments, named, memory_bytes=self._memory_bytes)
             result = operator.call(*arguments, **named)
+            if operator.aliases:
+                check_view(arguments, named, result, memory_bytes=self._memory_bytes)
             self._weigh(result)
             return result
 
