@@ -479,7 +479,7 @@ def step_function(job: Job) -> StepFunction:
             if len(result) != 2:
                 raise TypeError(f"the step returned a tuple of {len(result)}, not a loss or (loss, {{name: number}})")
             value, metrics = result
-            return value, metrics
+            return value, {} if metrics is None else metrics
         return result, {}
 
     return step

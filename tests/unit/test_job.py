@@ -209,6 +209,7 @@ def test_steps_with_and_without_metrics() -> None:
     loss, metrics = step_function(job(step=lambda module, batch: (ONE, {"a": 1.0})))(nn.Identity(), None)
     assert (loss, metrics) == (ONE, {"a": 1.0})
     assert step_function(job(step=lambda module, batch: ONE))(nn.Identity(), None) == (ONE, {})
+    assert step_function(job(step=lambda module, batch: (ONE, None)))(nn.Identity(), None) == (ONE, {})
     assert step_function(job(loss=difference))(nn.Identity(), (FIVE, ONE)) == (torch.tensor(4.0), {})
 
 

@@ -483,7 +483,7 @@ class Engine:
                 self._note_landed(block, landed)
             share = loss.detach() if count == samples else loss.detach() * (count / samples)
             loss_sum = share if loss_sum is None else loss_sum + share
-            block.note_metrics({} if metrics is None else metrics, count, count / samples, first=begin == 0)
+            block.note_metrics(metrics, count, count / samples, first=begin == 0)
         assert loss_sum is not None
         # All leaves of the first block, then the last of each.
         if self._notes_draws and not self._drew and (finishing or not self._overlap):

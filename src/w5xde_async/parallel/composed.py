@@ -229,7 +229,7 @@ class ComposedEngine:
             share = loss if count == samples else loss * (count / samples)
             loss_sum = share if loss_sum is None else loss_sum + share
             if real:
-                own.note_metrics({} if metrics is None else metrics, count, count / samples, first=begin == 0)
+                own.note_metrics(metrics, count, count / samples, first=begin == 0)
         assert loss_sum is not None
         if real:
             own.losses.append(loss_sum)

@@ -229,7 +229,7 @@ class FsdpEngine:
             share = loss if count == samples else loss * (count / samples)
             loss_sum = share if loss_sum is None else loss_sum + share
             if current.real:
-                own.note_metrics({} if metrics is None else metrics, count, count / samples, first=begin == 0)
+                own.note_metrics(metrics, count, count / samples, first=begin == 0)
         assert loss_sum is not None
         current.drew = has_drawn(self.device)
         if current.real:
