@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -239,7 +240,8 @@ class Worker:
                     self.abandoned = True
             except BaseException:  # a second cancellation, or what failed to end: nothing is waited for any more
                 if not self.abandoned:
-                    self._engines.end()
+                    with suppress(RuntimeError):  # the thread was told to end already
+                        self._engines.end()
                 self._compute.shutdown(wait=False)
                 raise
             finally:
