@@ -42,9 +42,7 @@ class RunNumerics:
         """What a new worker is asked for by the setting ``wanted``; empty: nothing."""
         if wanted == ANY:
             return ""
-        if wanted == FIRST:  # of the run, which may have begun before a resume
-            wanted = self.past[0] if len(self.past) == 1 else ""
-        return self._agreed or wanted
+        return self._agreed or ("" if wanted == FIRST else wanted)
 
     def note(self, numerics: str) -> str:
         """Somebody computes in this way: a new member, or the coordinator itself. What a person is to be told where it
