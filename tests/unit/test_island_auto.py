@@ -179,13 +179,15 @@ async def test_what_fits_is_started(job: str, mode: str, started: list[Any], mon
             await (await asyncio.to_thread(chosen, *arguments))()
 
 
+@pytest.mark.parametrize("island", [["--island", "auto"], []])
 def test_a_prestarted_job_is_loaded_once_and_the_main_thread_is_the_one_that_is_scheduled(
-    monkeypatch: pytest.MonkeyPatch,
+    island: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduled: list[threading.Thread] = []
     monkeypatch.setattr(program, "use_batch_scheduling", lambda: scheduled.append(threading.current_thread()))
     monkeypatch.setattr(program, "_loaded", ("train.py:job", deep()))
-    assert chosen("--server", "localhost:5555", "--job", "train.py:job", "--device", "cpu")
+    given = [*island, "--server", "localhost:5555", "--job", "train.py:job", "--device", "cpu", "--threads", "1"]
+    assert program._prepare(given, read(WorkerSettings, given, prog="")[0], "")  # type: ignore[arg-type]
     assert scheduled == [threading.main_thread()]
 
 

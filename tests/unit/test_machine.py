@@ -93,7 +93,6 @@ def test_programs_keep_to_the_cores_unless_they_are_told(
     monkeypatch.setattr(coordinator, "spare_this_thread", found.append)
     scheduled: list[str] = []
     monkeypatch.setattr(coordinator, "use_short_slices", lambda: scheduled.append("loop"))
-    monkeypatch.setattr(worker, "use_batch_scheduling", lambda: scheduled.append("worker"))
     monkeypatch.setattr("w5xde_async.job.load_job", lambda reference: None)
     settings: Any = SimpleNamespace(threads=asked, job=None)
     torch.set_num_threads(4)
@@ -102,4 +101,4 @@ def test_programs_keep_to_the_cores_unless_they_are_told(
     worker._work(settings, WorkerConfig(device="cpu", threads=asked), "127.0.0.1:1", None)
     # A worker sets what it is told on the thread that computes.
     assert (found, torch.get_num_threads()) == ([expected], 4 if asked else expected)
-    assert scheduled == ["loop", "worker"]
+    assert scheduled == ["loop"]

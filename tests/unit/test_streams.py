@@ -241,14 +241,14 @@ class Asserting:
     def __init__(self, bad: int, *, cuda: FakeCuda, calls: int, raises: int = -1) -> None:
         self.leaf, self.bad, self.raises, self.cuda, self.calls = -1, bad, raises, cuda, calls
 
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, float]]:
         self.leaf += 1
         loss = jobs.lm_loss(model(batch[0]), batch[1])
         if self.leaf == self.bad:
             self.cuda.trip(calls=self.calls)
         if self.leaf == self.raises:
             raise ValueError("something else")
-        return loss, None
+        return loss, {}
 
 
 @pytest.mark.parametrize("calls", [0, 1, 30, 100, 200, 400, 10_000])
