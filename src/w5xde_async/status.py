@@ -97,7 +97,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
         interval_s = _INTERVAL.value_at("--interval", given.interval)
         need(not (given.json and given.watch), "--json prints once: leave out --watch")
         if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a name may have what the terminal's encoding has not
+            with suppress(OSError):  # a file that has become a pipe
+                sys.stdout.reconfigure(errors="replace")  # a name may have what the terminal's encoding has not
         dashboard = _Dashboard(_of_server(given.server)) if given.server else _of_run(given.run_dir)
         if given.json:
             sys.stdout.write(json.dumps(dashboard.read()) + "\n")
