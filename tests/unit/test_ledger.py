@@ -25,9 +25,12 @@ class Book(Ledger):
 
     def __init__(
         self, buckets: int = BUCKETS, *, first_lease: int = 1,
-        waits: Callable[[BlockGrant], bool] = lambda grant: False, **terms: Any,
+        waits: Callable[[BlockGrant], bool] = lambda grant: False,
+        allowed_s: Callable[[BlockGrant], float] = lambda grant: grant.deadline_s, **terms: Any,
     ) -> None:  # fmt: skip
-        super().__init__(LeaseTerms(first_lease=first_lease, **terms), has_come=self._has_come_yet, waits=waits)
+        super().__init__(
+            LeaseTerms(first_lease=first_lease, **terms), has_come=self._has_come_yet, waits=waits, allowed_s=allowed_s
+        )
         self.buckets = buckets
         self.came: dict[tuple[int, Block], set[int]] = {}
         self.came_again: dict[int, set[int]] = {}  # by audit
@@ -409,7 +412,7 @@ def test_workers_that_fail_on_everything_end_no_run_while_one_that_delivers_has_
 
 
 def test_the_coordinator_takes_over_a_leaf_that_nobody_is_at() -> None:
-    book = ledger()
+    book = ledger(allowed_s=lambda grant: min(grant.deadline_s, 5.0))  # as the pacing, which knows no such worker
     held = grant(book, "a", 2)
     assert book.take_over(0, 1, now=0.0) is None
     taken = book.take_over(0, 5, now=0.0)
