@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from w5xde_async.errors import LocalError, UsageError
@@ -103,3 +104,11 @@ async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Pro
                 raise
         await asyncio.sleep(_RACE_S)
     raise LocalError(f"{command[0]} could not be started: other threads start programs all the time")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process; False where the system does not say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False

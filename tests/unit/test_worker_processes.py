@@ -21,7 +21,7 @@ from tests.simulator.loop import VirtualLoop
 from w5xde_async.cluster import worker_processes
 from w5xde_async.cluster.worker_processes import LocalWorkers, telling
 from w5xde_async.errors import LocalError
-from w5xde_async.runtime import loop_factory
+from w5xde_async.runtime import is_stopped, loop_factory
 from w5xde_async.settings.flags import read
 from w5xde_async.settings.programs import CoordinatorSettings
 from w5xde_async.telemetry.events import Warned, WorkerJoined, WorkerLeft
@@ -468,7 +468,7 @@ async def test_one_whose_id_is_read_after_the_coordinator_has_let_it_in(
 @on_virtual_time
 async def test_one_that_a_signal_has_stopped_is_waited_for(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = [True]
-    monkeypatch.setattr(worker_processes, "_is_stopped", lambda _: stopped[0])
+    monkeypatch.setattr(worker_processes, "is_stopped", lambda _: stopped[0])
     async with LocalWorkers(0, address="a:1", reference="") as workers:
         await begun(workers, 1, asked)
         for event in (joined("local-0"), left("local-0")):
@@ -484,10 +484,10 @@ async def test_one_that_a_signal_has_stopped_is_waited_for(asked: Asked, monkeyp
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="only Linux tells of a process's state")
 def test_what_a_signal_has_stopped_is_told() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert not worker_processes._is_stopped(process.pid)
+        assert not is_stopped(process.pid)
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        assert worker_processes._is_stopped(process.pid)
+        assert is_stopped(process.pid)
         process.kill()
 
 

@@ -18,13 +18,12 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from w5xde_async.cluster.ties import Ties
 from w5xde_async.errors import ExitCode, RefusalCode, Refused, UsageError
 from w5xde_async.parallel.shape import STORE_FD, WORD_FD, IslandShape
-from w5xde_async.runtime import start_process
+from w5xde_async.runtime import is_stopped, start_process
 from w5xde_async.wire.messages import Rendezvous, Volunteer
 
 _T = TypeVar("_T")
@@ -204,7 +203,7 @@ class IslandProcesses:
         since: dict[int, float] = {}
         while True:
             await asyncio.sleep(_LOOK_S)
-            states = await asyncio.to_thread(lambda: [_is_stopped(process.pid) for process in self._processes])
+            states = await asyncio.to_thread(lambda: [is_stopped(process.pid) for process in self._processes])
             for number in _stopped_for_long(since, states, time.monotonic()):
                 return number
 
@@ -290,21 +289,12 @@ class IslandProcesses:
 
 def _stopped_for_long(since: dict[int, float], states: Sequence[bool], now: float) -> list[int]:
     """Which have been stopped at every look for ``_STOPPED_S``. ``since``: kept from look to look."""
-    for number, is_stopped in enumerate(states):
-        if is_stopped:
+    for number, stopped in enumerate(states):
+        if stopped:
             since.setdefault(number, now)
         else:
             since.pop(number, None)
     return [number for number, began in since.items() if now - began >= _STOPPED_S]
-
-
-def _is_stopped(pid: int) -> bool:
-    """By a signal. False where there is no /proc to say so."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False
-    return status.rpartition(b")")[2].split()[:1] == [b"T"]
 
 
 def _how(code: int) -> str:

@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from w5xde_async.errors import ExitCode, LocalError
 from w5xde_async.net.token import SECRETS
-from w5xde_async.runtime import start_process
+from w5xde_async.runtime import is_stopped, start_process
 from w5xde_async.telemetry.events import Event, WorkerJoined, WorkerLeft
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class LocalWorkers:
 
     def _end_lost(self, name: str, process: Process) -> None:
         del self._lost[name]
-        if _is_stopped(process.pid):  # by whoever has a reason: it may go on
+        if is_stopped(process.pid):  # by whoever has a reason: it may go on
             self._wait_for(name)
             return
         logger.warning(
@@ -482,14 +482,6 @@ def _kill(process: Process) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
             else:
                 process.kill()
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process; False where the system does not say."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] in (b"T", b"t")
-    except OSError:
-        return False
 
 
 def _signal_name(number: int) -> str:
