@@ -58,7 +58,7 @@ class Job:
     collate         list of samples -> batch; torch's default_collate otherwise
     batch_size      samples a step (one optimizer update)
     microbatch_size samples a forward and backward pass; default: by the model's arithmetic, from an eighth of
-                    ``batch_size`` to a half
+                    ``batch_size`` to a half, or all of it where a step is small
     accumulate_grad_batches  microbatches that one leaf sums by autograd, in order
     epochs, max_steps        where the run ends: whichever comes first; one of them is needed
     gradient_clip_val        global norm to clip to

@@ -9,7 +9,8 @@ Invariants of every codec:
 - Decoding never trusts the bytes: it raises MalformedFrame, writes inside its target alone, and allocates pieces
   of fixed size and at most what the number of values explains.
 - A bucket that holds NaN or infinity decodes to one that is not finite: the finite check of the update rule
-  sees it. Finite values decode to finite ones (except ``bf16`` above 3.39e38).
+  sees it. Finite values decode to finite ones (except ``bf16`` above 3.39e38,
+  ``int8`` and ``sign`` within a millionth of the largest float32).
 - ``add_to`` with ``alpha`` 1 or -1 gives the bits of ``decode`` followed by an addition.
 - The same input gives the same bytes on the same machine, with any number of threads.
 

@@ -12,7 +12,8 @@ from w5xde_async.telemetry.notebook import html_table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended. ``outcome``: finished or stopped (a failed run raises). ``digest``: of the final parameters.
+    """How a run ended. ``outcome``: finished or stopped (a failed run raises). ``digest``: of the final parameters
+    and buffers.
 
     ``loss``: of the last commit that has a finite one.
     ``shares``: what each worker did, in time and bytes; ``encode_s``, ``network_s``, ``raw_bytes``, ``encoded_bytes``

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 from w5xde_async.users_code import users_code
 
@@ -106,7 +107,8 @@ class WorkerLeft(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultHeld(Event):
-    """A block looked odd and is computed by a second worker before it counts. ``why``: first, norm or not finite."""
+    """A block looked odd and is computed by a second worker before it counts. ``why``: as
+    ``plan.audit.Why``, but for ``sampled``."""
 
     worker_id: str
     name: str
@@ -474,6 +476,7 @@ class Bus:
         told of a step when others have followed: in the same order, and in the same turn of the event loop.
         """
         self.deliver()
+        subscriber = partial(subscriber)  # one of its own: whoever subscribes twice is told twice, and leaves twice
         self._subscribers.append(subscriber)
         if samples:
             self._samplers.append(subscriber)

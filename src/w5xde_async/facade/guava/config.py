@@ -98,7 +98,7 @@ class DistributedConfig(Config):
     tensor_parallel       islands of tensor_parallel_size, with a part of each large layer each; num_workers is a
                           multiple, and the islands share the batches. With model_parallel or pipeline_parallel: one
                           island of num_workers, with a part of each layer, not some of the layers
-    activation_timeout    seconds that a worker's result may take before its work is given to another; 0: no limit
+    activation_timeout    seconds that a worker's result may take before its work is given to another; 0: a day
     ack_timeout           seconds of silence after which a peer counts as gone; 0: a day
     max_resends           times that work whose code failed is given out again
     resend_probe_interval seconds between two signs of life
