@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
+import math
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
@@ -139,6 +140,16 @@ def test_tied_weights_stand_in_a_file_under_either_name_and_precisions_are_cast(
     assert model.head.weight is model.embed.weight
     assert model.head.bias.dtype == torch.float32
     assert model.norm.num_batches_tracked == 7
+
+
+def test_tied_weights_that_are_two_in_a_file_are_refused(tmp_path: Path) -> None:
+    given = {name: tensor.clone() for name, tensor in Tied().state_dict().items()}
+    given["embed.weight"][0, 0] = math.nan
+    given["head.weight"] = given["embed.weight"].clone()
+    begun(given, tmp_path / "a.safetensors")
+    given["head.weight"][1, 1] += 1
+    with pytest.raises(UsageError, match=r"one tensor of the model's is two in it: embed\.weight and head\.weight$"):
+        begun(given, tmp_path / "a.safetensors")
 
 
 def test_the_first_differences_are_named_in_one_line_and_nothing_changes(tmp_path: Path) -> None:

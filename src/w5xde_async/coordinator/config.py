@@ -30,7 +30,8 @@ class CoordinatorConfig(VerificationConfig, MonitoringConfig, DurabilityConfig, 
     """Settings of one coordinator: those of its parts (below), and how long and by what it trains.
 
     All of them are given to this class, by name. ``auto``: choose rule, codec and H from what the first steps show of
-    the links, and look again now and then. Raises UsageError for a value that is out of range, or that does not go with another.
+    the links, and look again now and then. Raises UsageError for a value that is out of range, or that does not go
+    with another.
     """
 
     max_steps: int | None = setting(

@@ -7,6 +7,7 @@ Everything here blocks (it reads disks) and runs in an executor.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -65,10 +66,17 @@ def begin_with(state: FlatState, path: Path) -> str:
         for entry, source, view in zip(entries, sources, state.views, strict=True)
         if source is not None and (source.shape != view.shape or source.is_floating_point() != view.is_floating_point())
     ]
+    apart = [
+        f"{one} and {other}"
+        for entry in entries
+        for one, other in pairwise(name for name in entry.names if name in found)
+        if not _alike(found[one], found[other])
+    ]
     differences = [
         _named("it lacks", [entry.name for entry, source in zip(entries, sources, strict=True) if source is None]),
         _named("the model lacks", [name for name in found if name not in known]),
         _named("", unlike),
+        _named("one tensor of the model's is two in it:", apart),
     ]
     if any(differences):
         raise _unusable(path, f"is of another model: {'; '.join(filter(None, differences))}")
@@ -106,6 +114,10 @@ def _how_to_convert(path: Path) -> str:
 
 def _unusable(path: Path, reason: str) -> UsageError:
     return UsageError(f"--init-from: {path} {reason}")
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _named(what: str, names: list[str]) -> str:
