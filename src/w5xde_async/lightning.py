@@ -38,7 +38,7 @@ _DECIDING = (
 #: Methods that mostly log.
 _TELLING = (
     "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
-    "on_train_batch_end", "teardown",
+    "on_train_batch_end", "on_save_checkpoint", "on_load_checkpoint", "teardown",
 )  # fmt: skip
 #: Methods that make the model and its data what they are, called once for the whole run.
 _MAKING = ("prepare_data", "setup", "configure_model", "teardown")
