@@ -27,6 +27,7 @@ from tests.generated.scenario import EXACT, KEPT, LEAVING, Fault, Scenario
 from tests.simulator import faults
 from tests.simulator.cluster import Cluster, Violation
 from tests.simulator.loop import HOST, Deadlock, Host, Killed, Livelock, TimeUp
+from tests.simulator.patches import AS_IF_BIG
 from tests.support import reference
 from torch import nn
 
@@ -543,6 +544,8 @@ def run(scenario: Scenario, *, verbose: bool = False) -> Report:
         await _CLOSE(uplink, finished=finished, kept=kept)
 
     patched.setattr(Uplink, "close", close)
+    for owner, name, value in AS_IF_BIG if scenario.as_if_big else ():
+        patched.setattr(owner, name, value)
     if scenario.rule == "streaming":
         patched.setattr(OuterRule, "offer", lambda rule, given: one.heard(rule, given))
     try:

@@ -118,6 +118,7 @@ class Scenario:
     stream: str = ""  # a kind of tests.support.streams, instead of a dataset that is read by index
     shuffle_buffer: int = 8
     own: str = ""  # who has a copy of the data: all, every other worker (some), or all one that lacks samples (damaged)
+    as_if_big: bool = False  # what a big model's sizes ask for is done: in threads, one by one, in pieces
     storm: bool = False  # faults come as in the simulator's schedules, of any kind and often
     seed: int = 0
 
@@ -217,7 +218,7 @@ def storm(seed: int) -> Scenario:
         buffers=tuple(sorted(rng.sample(BUFFERS, 2))), workers=rng.randint(1, 3), gate=rng.random() < 0.5,
         same_name=rng.random() < 0.5, ahead=rng.randint(1, 3), leaf_s=rng.choice([0.1, 0.2, 0.4]), kept=True,
         durability="journal" if rule == "sync" and rng.random() < 0.5 else "checkpoint",
-        checkpoint_every=rng.choice([1, 3, 50]), storm=True, seed=seed,
+        checkpoint_every=rng.choice([1, 3, 50]), storm=True, as_if_big=_as_if_big(seed), seed=seed,
     )  # fmt: skip
 
 
@@ -238,8 +239,12 @@ def lossy(seed: int) -> Scenario:
         keeps_residuals=rng.random() < 0.5, durability=rng.choice(["journal", "checkpoint"]),
         checkpoint_every=rng.choice([1, 3, 50]), same_name=rng.random() < 0.3, gate=rng.random() < 0.3,
         ahead=rng.randint(1, 3), leaf_s=rng.choice([0.05, 0.1, 0.4]),
-        line_s=rng.choice([0.0, 0.1, 1.0]), faults=tuple(faults), seed=seed,
+        line_s=rng.choice([0.0, 0.1, 1.0]), faults=tuple(faults), as_if_big=_as_if_big(seed), seed=seed,
     )  # fmt: skip
+
+
+def _as_if_big(seed: int) -> bool:
+    return random.Random(f"size {seed}").random() < 0.4
 
 
 def drawn(seed: int) -> Scenario:
@@ -247,8 +252,7 @@ def drawn(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
     while True:
         made = _drawn(rng, seed)
-        if made.stream:
-            made = replace(made, own="")
+        made = replace(made, own="" if made.stream else made.own, as_if_big=_as_if_big(seed))
         if made.valid():
             return made
         made = replace(made, epochs=1, max_steps=min(made.max_steps or 6, 6))

@@ -257,8 +257,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
 class InlineExecutor:
     """A thread pool whose jobs take a seeded virtual time and happen at its end, in order."""
 
-    def __init__(self, loop: VirtualLoop, least_s: float = 0.0, most_s: float = 0.005) -> None:
-        self._loop, self._least_s, self._most_s = loop, least_s, most_s
+    most_s = 0.005
+
+    def __init__(self, loop: VirtualLoop, least_s: float = 0.0, most_s: float | None = None) -> None:
+        self._loop, self._least_s, self._most_s = loop, least_s, self.most_s if most_s is None else most_s
         self._pending: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._free_at = 0.0
         host = HOST.get()

@@ -11,17 +11,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from tests.simulator.loop import HOST
+from tests.simulator.loop import HOST, InlineExecutor
 from tests.simulator.model import IntegerEngine
 
 from w5xde_async.coordinator.parameters import aggregator
-from w5xde_async.coordinator.sync import recomputation
+from w5xde_async.coordinator.sync import recomputation, results, verification
 from w5xde_async.coordinator.sync.recomputation import Recomputation
 from w5xde_async.net import outbox
 from w5xde_async.worker import engine_source
 from w5xde_async.worker.executors import in_place
 
-__all__ = ["in_virtual_world"]
+__all__ = ["AS_IF_BIG", "in_virtual_world"]
+
+#: From which sizes on something is done as for a big model: here from the smallest.
+_Sizes = tuple[tuple[Any, str, int], ...]
+_ONE_BY_ONE: _Sizes = ((in_place, "_TOGETHER_BYTES", 0),)  # results do not leave with their DONE
+_IN_THREADS: _Sizes = (  # what the parameters' thread and others do, which takes a while
+    (InlineExecutor, "most_s", 0.1),
+    (aggregator, "_INLINE_ADD_BYTES", 0), (aggregator, "_INLINE_UPDATE_BYTES", -1),
+    (verification, "INLINE_WEIGH_BYTES", -1), (results, "INLINE_BYTES", -1), (results, "INLINE_CODED_BYTES", -1),
+)  # fmt: skip
+_IN_PIECES: _Sizes = ((outbox, "_SEND_BYTES", 64),)  # a frame or two in a send
+AS_IF_BIG = (*_ONE_BY_ONE, *_IN_THREADS, *_IN_PIECES)
 
 
 @contextmanager
@@ -38,13 +49,10 @@ def in_virtual_world(seed: str, knobs: random.Random) -> Iterator[None]:
         put(engine_source, "Engine", IntegerEngine)
         put(recomputation, "Engine", IntegerEngine)
         put(Recomputation, "recompute", _slow(Recomputation.recompute))
-        if knobs.random() < 0.5:  # results one by one, as those of a big model
-            put(in_place, "_TOGETHER_BYTES", 0)
-        if knobs.random() < 0.5:  # additions and updates in the aggregator's thread, as those of a big model
-            put(aggregator, "_INLINE_ADD_BYTES", 0)
-            put(aggregator, "_INLINE_UPDATE_BYTES", -1)
-        if knobs.random() < 0.5:  # a frame or two in a send, as those of a big model
-            put(outbox, "_SEND_BYTES", 64)
+        for of_big_models in (_ONE_BY_ONE, _IN_THREADS, _IN_PIECES):
+            if knobs.random() < 0.5:
+                for owner, name, value in of_big_models:
+                    put(owner, name, value)
         state = random.getstate()
         undo.append(lambda: random.setstate(state))
         random.seed(f"{seed}/jitter")  # of retries
