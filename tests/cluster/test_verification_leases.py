@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -309,6 +310,45 @@ async def test_what_completes_the_step_while_it_is_computed_who_is_wrong_is_not_
         done.set()
         await until(lambda: run.training.version == 1)
         assert run.applied() == {1.0}
+
+
+@pytest.mark.parametrize(("at", "who"), [("first", "a"), ("second", "a"), ("second", "b")])
+async def test_who_breaks_the_protocol_while_a_block_is_compared_here_changes_nothing(
+    at: str, who: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Of big blocks that is done in the aggregator's thread: what is said there of a block that is done again counts
+    for nothing."""
+    monkeypatch.setattr(verification, "INLINE_WEIGH_BYTES", 0)
+    own, reached, go_on, distances = Own(), threading.Event(), threading.Event(), []
+    distance = verification.Verification._distance
+
+    def in_the_middle(self: Any, *args: Any) -> Any:
+        distances.append(args)
+        if len(distances) == (1 if at == "first" else 2):
+            reached.set()
+            assert go_on.wait(5)
+        return distance(self, *args)
+
+    monkeypatch.setattr(verification.Verification, "_distance", in_the_middle)
+    async with judged(min_workers=3, recomputation=own) as run:
+        own.run = run
+        a, b, c = await run.worker("a"), await run.worker("b"), await run.worker("c")
+        mine = await a.lease()
+        await odd(a, mine)
+        second, again = await audit_of(mine, b, c)
+        third = c if second is b else b
+        await second.compute(again)
+        await until(reached.is_set)
+        culprit = a if who == "a" else second
+        await culprit.link.send([b"\xff" * 8])  # no length that a frame may have
+        await until(culprit.ended)
+        go_on.set()
+        await work(*({a, second, third} - {culprit}), until=lambda: run.training.version >= 1)
+        assert run.applied() == {float(run.training.version)}
+        assert [event.worker_id for event in run.events if isinstance(event, WorkerQuarantined)] == (
+            [] if who == "a" else [a.worker_id]
+        )
+        run.training.ledger.validate()
 
 
 async def test_nobody_is_left_to_compare_and_the_block_counts():

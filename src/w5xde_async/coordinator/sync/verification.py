@@ -507,6 +507,12 @@ class Verification:
         self._unweighed.remove(block)
         return self._weighed(block, norms)
 
+    def _is_held(self, block: FinishedBlock, other: Done | None) -> bool:
+        """To be asked after each wait: whether a block is still to be ruled on, beside this second computation. If not,
+        a worker that had a hand in one of them was quarantined meanwhile, or broke the protocol; what was read of their
+        memory may be anything, since it may have been given to others."""
+        return (block in self._held or block in self._given_up) and block.other is other
+
     async def _without_another(self, block: FinishedBlock) -> Ruling | None:
         held = block.held
         assert held is not None
@@ -525,8 +531,8 @@ class Verification:
         assert other is not None
         mine, theirs = self._store.pieces(held.block), self._store.pieces(AuditKey(held.lease))
         between = await self._run(lambda: self._deviation(block, mine, theirs, other))
-        if block not in self._held or block.other is not other:
-            return None  # a worker that had a hand in it was quarantined meanwhile
+        if not self._is_held(block, other):
+            return None
         equal = self._alike(held.worker, held.second)
         first, second = block.origin, self._of_second(held, other, drew=other.drew)
         both_drew = first.drew and second.drew
@@ -582,7 +588,7 @@ class Verification:
 
     async def _recompute(self, block: FinishedBlock, between: Deviation | None) -> Ruling | None:
         """Compute it here. ``between``: it and what another worker computed."""
-        held, step = block.held, self._context.aggregator.step
+        held, step, words = block.held, self._context.aggregator.step, block.other
         assert held is not None
         assert step is not None
         splits, reference, impossible = max(block.origin.splits, 0), None, ""
@@ -591,7 +597,7 @@ class Verification:
             if reference is None and splits and (refused := own_computation.refused):
                 larger = await own_computation.recompute(step.plan, held.block)
                 impossible = refused if larger is not None and larger.splits < splits else ""
-        if block not in self._held and block not in self._given_up:
+        if not self._is_held(block, words):
             return None
         if impossible:
             return self._rule(block, *when_impossible(held, splits, impossible))
@@ -609,10 +615,14 @@ class Verification:
             return self._beside_an_unlike_one(block, reference, alike=alike)
         mine = self._store.pieces(held.block)
         own = await self._run(lambda: self._distance(mine, frozenset(block.suppliers), block.done, reference))
-        second, words = None, block.other
+        second = None
+        if not self._is_held(block, words):
+            return None
         if words is not None and truth.is_like(self._of_second(held, words, drew=True)):
             assert held.lease is not None
             second = await self._second_distance(self._store.pieces(AuditKey(held.lease)), words, reference)
+            if not self._is_held(block, words):
+                return None
         decisions = when_recomputed(held, own, second, self._tolerance(equal_cpus=False))
         if between is not None and not any(isinstance(decision, Quarantine) for decision in decisions):
             self._tell_of_differences(held, between, own, second)
