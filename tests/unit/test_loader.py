@@ -8,7 +8,7 @@ import itertools
 import random
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from w5xde_async.compute.batch import leaves_of
+from w5xde_async.compute.batch import flatten, leaves_of
 from w5xde_async.data import loader
 from w5xde_async.data.config import DataConfig
 from w5xde_async.data.loader import BlockData, Loader
@@ -28,6 +28,7 @@ from w5xde_async.errors import JobError, LeafFailed
 from w5xde_async.job import Job
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.plan.tree import Block
+from w5xde_async.wire.frame import SESSION_CAPS
 
 SAMPLES, BATCH, LEAF = 96, 32, 4
 X = torch.arange(SAMPLES * 3, dtype=torch.float32).reshape(SAMPLES, 3)
@@ -751,6 +752,55 @@ async def test_blocks_are_bounded_by_the_largest_leaf_so_far(monkeypatch: pytest
     await reader.block(0, 1, 8)
     assert (loader.leaf_bytes, loader.max_block_leaves) == (800, 5)
     await loader.aclose()
+
+
+def written(sizes: Iterator[int]) -> Job:
+    """Leaves with texts of these lengths."""
+    return job(Rows(), collate=lambda samples: {"x": samples[0][0], "text": "x" * next(sizes) + str(samples[0][1])})
+
+
+async def test_a_step_whose_strings_are_more_than_a_lease_can_bear_is_refused() -> None:
+    """Where a lease is a step, of which none can be made smaller."""
+    for nbytes in (100 << 10, 200 << 10):  # times eight leaves; a header has 1 MiB
+        reader = Reader(written(itertools.repeat(nbytes)), sampler(), whole_steps=True)
+        reader.open(0)
+        if nbytes == 100 << 10:
+            data = await reader.block(0, 0, 8)
+            assert data.header_bytes < SESSION_CAPS.header_bytes
+        else:
+            with pytest.raises(JobError, match="of 8 leaves has 1,6.* bytes of strings.*or use --update sync"):
+                await reader.block(0, 0, 8)
+        await reader.loader.aclose()
+
+
+async def test_blocks_whose_strings_have_grown_are_to_be_smaller() -> None:
+    reader = Reader(written(itertools.chain([10], itertools.repeat(200 << 10))), sampler())
+    reader.open(0)
+    await reader.block(0, 0, 1)
+    assert (await reader.block(0, 1, 8)).too_large
+    most = reader.loader.max_block_leaves
+    assert most == 2
+    assert not (await reader.block(0, 2, 2 + most)).too_large
+    assert not (await reader.block(0, 2, 3)).too_large
+    await reader.loader.aclose()
+
+
+async def test_a_block_of_as_many_leaves_as_may_be_is_never_too_large() -> None:
+    """What joins their strings would have it given back again and again."""
+    text = "x" * ((64 << 10) - 9)
+    structure, _ = flatten({"x": X[0], "text": text})
+    text = text[: (64 << 10) - len(structure)]  # an eighth of what a lease may have, to the byte
+
+    def collate(samples: list[Any]) -> Any:
+        return {"x": samples[0][0], "text": text[1:] + str(int(samples[0][1]) % 10)}
+
+    reader = Reader(job(Rows(), collate=collate), sampler())
+    reader.open(0)
+    data = await reader.block(0, 0, 8)
+    assert len(data.structure) > 512 << 10
+    assert reader.loader.max_block_leaves == 8
+    assert not data.too_large
+    await reader.loader.aclose()
 
 
 async def test_closing_in_the_middle_of_reading() -> None:

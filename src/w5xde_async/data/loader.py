@@ -49,7 +49,8 @@ from w5xde_async.plan.bad_samples import BadSamples
 from w5xde_async.plan.sampler import Sampler, StepPlan, Steps, seed_for
 from w5xde_async.plan.tree import Block
 from w5xde_async.runtime import thread_pool
-from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec
+from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, encode
+from w5xde_async.wire.messages import Lease
 
 _CHUNK_BYTES = 4 << 20
 _LEASE_BYTES = 64 << 20
@@ -62,6 +63,8 @@ _STEPS_AHEAD, _AHEAD_BYTES = 16, 128 << 10
 _TURN_STEPS, _TURN_LEAVES, _TURN_S, _TURN_BYTES = 16, 64, 0.01, 4 << 20
 _MAX_BUFFERS = 2048
 _STRUCTURE_BYTES = 512 << 10  # of a lease: strings travel in its header
+_JOINT_BYTES = 64  # of a lease's structure, beside those of its leaves
+_ROOM_BYTES = 64 << 10  # in a lease's header, for what does not come from its data
 
 
 class BlockData(NamedTuple):
@@ -81,7 +84,17 @@ class BlockData(NamedTuple):
     @property
     def too_large(self) -> bool:
         """Whether its leaves have come out so much larger than those before that smaller blocks are to be leased."""
-        return len(self.samples) > 1 and sum(spec.nbytes for spec, _ in self.buffers) > _LEASE_BYTES
+        return len(self.samples) > 1 and (
+            sum(spec.nbytes for spec, _ in self.buffers) > _LEASE_BYTES
+            or len(self.structure) > _STRUCTURE_BYTES + _JOINT_BYTES
+            or (len(self.buffers) > _MAX_BUFFERS and not self.packed)
+        )
+
+    @property
+    def header_bytes(self) -> int:
+        """Of a lease's header, what comes from its data."""
+        lease = Lease(0, 0, 0, 0, self.samples, 0.0, self.packed, self.structure, step_samples=self.step_samples)
+        return len(encode(lease, self.buffers)[0])
 
 
 class Batch(NamedTuple):
@@ -164,7 +177,7 @@ class Loader:
         self._reader = LeafReader(
             job, config, reference=reference, make_pool=make_pool, stream=stream or stream_of(job)
         )
-        self._gather = self._reader.gathers
+        self._gather, self._whole_steps = self._reader.gathers, whole_steps
         self._chunk_leaves = 1
         if self._gather:
             self._chunk_leaves = -(-sampler.batch_size // job.leaf_samples) if whole_steps else _chunk_leaves(job)
@@ -360,14 +373,12 @@ class Loader:
         batch = self.batch(step, block)
         if batch is None:
             return None
-        count, most = len(batch.tensors), SESSION_CAPS.buffers
-        if not batch.packed and count > most:  # only a lease that is a whole step has so many
-            reason = f"a step of {len(batch.samples)} leaves has {count} tensors, a lease at most {most}"
-            hint = "raise microbatch_size or accumulate_grad_batches, lower batch_size, or use --update sync"
-            self._on_error(JobError("batch_size", reason, hint))
-            return None
         buffers = [_buffer(tensor) for tensor in batch.tensors]
-        return BlockData(batch.structure, batch.packed, batch.samples, buffers, plan.num_samples)
+        data = BlockData(batch.structure, batch.packed, batch.samples, buffers, plan.num_samples)
+        if self._whole_steps and (error := _too_large_a_step(data)) is not None:
+            self._on_error(error)
+            return None
+        return data
 
     def batch(self, step: int, block: Block) -> Batch | None:
         """The block's batch as it was read, or None, as ``data`` says."""
@@ -657,6 +668,23 @@ class Loader:
         if sample is None:
             hint = "no single sample is at fault"
         return LeafFailed(plan.step, leaf, indices, 1, f"while reading the dataset ({hint}):\n{text}", sample=sample)
+
+
+def _too_large_a_step(data: BlockData) -> JobError | None:
+    """A lease that is a whole step cannot be made smaller."""
+    leaves, count, most = len(data.samples), len(data.buffers), SESSION_CAPS.buffers
+    if count > most:
+        reason = f"a step of {leaves} leaves has {count} tensors, a lease at most {most}"
+        hint = "raise microbatch_size or accumulate_grad_batches, lower batch_size, or use --update sync"
+        return JobError("batch_size", reason, hint)
+    nbytes, most = data.header_bytes, SESSION_CAPS.header_bytes - _ROOM_BYTES
+    if nbytes <= most:
+        return None
+    reason = (
+        f"a step of {leaves} leaves has {nbytes:,} bytes of strings, numbers and shapes outside of its tensors, a lease "
+        f"at most {most:,}"
+    )
+    return JobError("batch_size", reason, "make tensors of them in collate=..., lower batch_size, or use --update sync")
 
 
 def _buffer(tensor: Tensor) -> tuple[BufferSpec, Buffer]:
