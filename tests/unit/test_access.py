@@ -140,6 +140,44 @@ def test_a_secret_that_is_gone_is_told_of_and_who_is_revoked_is_read(tmp_path: P
     assert not access.reload()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="no such limit")
+def test_what_a_full_disk_takes_of_a_name_locks_nobody_else_out(tmp_path: Path) -> None:
+    import resource
+
+    access = Access(TLS, tmp_path)
+    access.lock_out("carol")
+    access.keep()
+    access.lock_out("lab-2")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "revoked").stat().st_size + 3, before[1]))
+    try:
+        with pytest.raises(StoreError, match="cannot keep lab-2 out after a restart"):
+            access.keep()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "revoked").read_text() == "carol\n"
+    access.keep()
+    assert (tmp_path / "revoked").read_text() == "carol\nlab-2\n"
+
+
+def test_a_join_file_that_could_not_be_written_is_owed(tmp_path: Path) -> None:
+    access, secret = Access(TLS, tmp_path), tmp_path / "secret"
+    join = access.write_join_file(5555)
+    assert join is not None
+    join.unlink()
+    join.mkdir()
+    secret.write_text(new_secret())
+    for _ in range(2):
+        assert access.reload()
+        with pytest.raises(StoreError, match="cannot write the join file"):
+            access.write_join_file(5555)
+    join.rmdir()
+    assert access.reload()
+    assert access.write_join_file(5555) == join
+    assert join.read_text().strip() == joins(tmp_path)
+    assert not access.reload()
+
+
 @pytest.mark.parametrize("damage", [lambda path: path.write_text(""), lambda path: path.chmod(0o644)])
 def test_a_damaged_secret_of_the_runs_own_may_be_deleted(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     path = tmp_path / "run"

@@ -14,6 +14,7 @@ import os
 import ssl
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from w5xde_async.errors import StoreError, UsageError
@@ -37,7 +38,7 @@ class Access:
     def __init__(self, config: NetworkConfig, run_path: Path | None) -> None:
         self._config, self._run_path = config, run_path
         self._lock = threading.Lock()  # over the files: what is written while they are read must not be lost
-        self._last_read = ""  # what ``secret`` held when it was read or written last
+        self._in_join_file: str | None = None  # the secret with which it was written last
         self._unwritten: dict[str, str | None] = {}  # locked out, not in ``revoked`` (yet) -> why, of a quarantine
         self.context: ssl.SSLContext | None = None
         certificate, self._secret = b"", config.token
@@ -93,6 +94,7 @@ class Access:
         except OSError as error:
             why = f"cannot write the join file: {error.strerror or error}"
             raise (StoreError(str(path), why) if given is None else UsageError(f"--join-file {path}: {why}")) from error
+        self._in_join_file = invitation.secret
         return path
 
     def page_context(self) -> tuple[ssl.SSLContext, bytes]:
@@ -127,11 +129,12 @@ class Access:
         with self._lock:
             if self._from_file:  # first: who cannot keep it must not give it out
                 self._write_secret(secret)
-                self._remember(_SECRET)
             self._take(secret)
+            if self._from_file:
+                self._remember(_SECRET)
 
     def reload(self) -> bool:
-        """Read the run directory's ``secret`` and ``revoked`` again; True when the secret is another.
+        """Read the run directory's ``secret`` and ``revoked`` again; True when the join file has another secret.
 
         Raises UsageError, StoreError; then all is as it was. Where ``secret`` itself is gone, UsageError, after
         ``revoked`` was read.
@@ -149,16 +152,12 @@ class Access:
                     f"{path} is gone: the secret stays the same until the coordinator ends, and the next one makes "
                     "another; write a line there to change it now"
                 )
-            if secret is None:
-                return False
-            self._remember(_SECRET)
-            if secret == self._last_read:
-                return False
-            self._last_read = secret
-            if secret == self._secret:
-                return False
-            self._take(secret)
-            return True
+            if secret is not None:
+                self._remember(_SECRET)
+            if changed := secret not in (None, self._secret):
+                assert secret is not None
+                self._take(secret)
+            return changed or self._in_join_file not in (None, self._secret)
 
     def _take(self, secret: str) -> None:
         self.credentials.rotate(secret)
@@ -192,15 +191,21 @@ class Access:
         ]
         lost = self._kept.get(_REVOKED, b"") if self._is_gone() else b""
         try:
-            with open(path, "a+b", opener=regular) as file:
+            with open(path, "a+b", buffering=0, opener=regular) as file:
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(end - 1, 0))
                 before = lost if not end else file.read(1)
                 begun = before[-1:] not in (b"", b"\n")  # a list that was written by hand may end so
                 new = "".join(("\n" * begun, *(f"{line}\n" for line in lines))).encode()
-                file.write(lost + new if not end else new)
-                file.flush()
-                os.fsync(file.fileno())
+                left = memoryview(lost + new if not end else new)
+                try:
+                    while left:
+                        left = left[file.write(left) or 0 :]
+                    os.fsync(file.fileno())
+                except OSError:
+                    with suppress(OSError):  # half a line is somebody else's name
+                        file.truncate(end)
+                    raise
         except OSError as error:
             what = f"cannot keep {', '.join(listed)} out after a restart: {error.strerror or error}"
             raise StoreError(str(path), what) from error
@@ -277,11 +282,10 @@ class Access:
         if self._run_path is None:
             return new_secret()
         path = self._run_path / _SECRET
-        if path.exists():
-            self._last_read = self._read_secret(path)
-        else:
-            self._write_secret(new_secret())
-        return self._last_read
+        if not path.exists():
+            self._write_secret(secret := new_secret())
+            return secret
+        return self._read_secret(path)
 
     def _read_secret(self, path: Path) -> str:
         secret = _read_own(path, "with another join string")
@@ -291,9 +295,7 @@ class Access:
 
     def _write_secret(self, secret: str) -> None:
         assert self._run_path is not None
-        path = self._run_path / _SECRET
-        self._write_line(path, secret, "the secret")
-        self._last_read = secret
+        self._write_line(self._run_path / _SECRET, secret, "the secret")
 
     def _read_revoked(self) -> None:
         path = None if self._run_path is None else self._run_path / _REVOKED
