@@ -215,6 +215,25 @@ async def test_secret_and_revoked_workers_are_read_again(tmp_path: Path):
         assert before.reveal() != (tmp_path / "join").read_text().strip()
 
 
+@pytest.mark.parametrize("secret", ["gone", "changed"])
+async def test_who_is_revoked_leaves_whatever_the_secret_comes_to(tmp_path: Path, secret: str):
+    commits = Commits()
+    async with running(tmp_path, commits) as coordinator:
+        alice = asyncio.create_task(worker(revealed(coordinator.invite("alice"))).run())
+        await commits.reach(1)
+        (tmp_path / "run" / "revoked").write_text("alice\n")
+        if secret == "gone":
+            (tmp_path / "run" / "secret").unlink()
+        else:
+            (tmp_path / "run" / "secret").write_text("a new one\n")
+            (tmp_path / "join").unlink()
+            (tmp_path / "join").mkdir()
+        with pytest.raises(UsageError, match="is gone" if secret == "gone" else "cannot write the join file"):
+            await coordinator.reload_access()
+        with pytest.raises(Refused, match="authentication"):
+            await asyncio.wait_for(alice, 30)
+
+
 async def test_a_name_that_is_a_workers_own_word_locks_nobody_out_and_that_is_said(tmp_path: Path):
     commits, events = Commits(), list[Event]()
     commits.bus.subscribe(events.append)

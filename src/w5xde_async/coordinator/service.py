@@ -279,7 +279,8 @@ class Coordinator:
         """From now on workers join with another secret; the join file is written anew. Who is in stays in.
 
         It is kept in the run directory, unless a token was given: then the next start is with that token. Raises
-        UsageError, StoreError: then nothing has changed.
+        UsageError, StoreError: then nothing has changed, unless it names the join file: the secret is another, and
+        the next ``reload_access`` writes that file.
         """
         if self._access is None:
             raise UsageError("the coordinator has not been started; use async with, or await start() first")
@@ -347,13 +348,18 @@ class Coordinator:
         if self._access is None or self._training is None:
             raise UsageError("the coordinator has not been started; use async with, or await start() first")
         loop = asyncio.get_running_loop()
-        if await loop.run_in_executor(None, self._access.reload):
-            await loop.run_in_executor(None, self._access.write_join_file, self.port)
-            self.bus.publish(Warned(text="the secret was changed: workers join with the new join file from now on"))
-        for session in (*self._training.roster.sessions.values(), *self._training.roster.joining):
-            if self._access.credentials.revoked(session.identity, session.worker_id):
+        try:
+            if await loop.run_in_executor(None, self._access.reload):
+                await loop.run_in_executor(None, self._access.write_join_file, self.port)
+                self.bus.publish(Warned(text="the secret was changed: workers join with the new join file from now on"))
+        finally:
+            self._drop_revoked(self._access, self._training)
+
+    def _drop_revoked(self, access: Access, training: Training) -> None:
+        for session in (*training.roster.sessions.values(), *training.roster.joining):
+            if access.credentials.revoked(session.identity, session.worker_id):
                 session.abort("its access was revoked")
-            elif not session.identity and self._access.credentials.revoked(session.name):
+            elif not session.identity and access.credentials.revoked(session.name):
                 self.bus.publish(
                     Warned(
                         text=f"{session.name} stays: it has joined with the run's secret, with which anybody takes any "
