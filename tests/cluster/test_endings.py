@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from tests.support.cluster import settings, train
 from tests.support.proxy import FaultProxy
 from tests.support.scripted import scripted, settle
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import (
@@ -36,6 +38,7 @@ from w5xde_async.hub.members.roster import Roster
 from w5xde_async.job import Job
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.telemetry.events import Bus, Event, RunFinished, StepCommitted, Warned
+from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Bye, ByeCode, Refusal
 from w5xde_async.worker.config import WorkerConfig
@@ -198,6 +201,44 @@ async def test_state_that_cannot_be_kept_ends_the_run_and_everybody_is_told(tmp_
     record, skipped = await asyncio.to_thread(CheckpointStore(tmp_path / "run" / "checkpoints").latest)
     assert (None if record is None else record.step) == (3 if every == 3 else None)
     assert not skipped
+
+
+class Unclosable(IterableDataset[Any]):
+    """Its iterator raises when it is closed, once the run is over."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self._events = events
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = jobs.mlp_sgd().dataset
+        try:
+            yield from itertools.cycle(samples[index] for index in range(len(samples)))
+        finally:
+            if any(isinstance(event, RunFinished) for event in self._events):
+                raise OSError(errno.EIO, "Input/output error")
+
+
+async def test_what_cannot_be_closed_is_said_and_fails_no_finished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it keep the run directory from the next start."""
+    close = Recorder.close
+
+    def unclosable(recorder: Recorder) -> None:
+        close(recorder)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Recorder, "close", unclosable)
+    for steps in (2, 4):
+        events = list[Event]()
+        job = replace(jobs.mlp_sgd(), dataset=Unclosable(events), epochs=None, max_steps=steps)
+        result = await train(lambda job=job: job, run_dir=tmp_path / "run", events=events)
+        assert (result.outcome, result.step) == ("finished", steps)
+        said = [event.text for event in events if isinstance(event, Warned) and "could not be closed" in event.text]
+        assert [text.partition(":")[0] for text in said] == [
+            "the dataset could not be closed", "metrics.jsonl could not be closed",
+        ]  # fmt: skip
+        assert all("OSError: [Errno 5] Input/output error" in text for text in said)
 
 
 async def test_a_learning_rate_computed_with_numpy_is_kept(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from w5xde_async.coordinator import service
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import DiskHangs, W5xdeError
+from w5xde_async.errors import DiskHangs, UsageError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.store.rundir import RunDir
 from w5xde_async.telemetry.events import Bus, Event, Warned
@@ -124,3 +124,38 @@ async def test_a_stop_that_is_asked_for_while_the_run_is_prepared_ends_it_before
     await starting
     result = await asyncio.wait_for(coordinator.wait(), 20.0)
     assert (result.outcome, result.reason, result.step) == ("stopped", "asked over HTTP", 0)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_start_that_is_cancelled_holds_nothing_however_often_it_is(tmp_path: Path, times: int) -> None:
+    """Scopes of anyio cancel until they are left."""
+    answered, built, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    class Waiting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 1)
+            loop.call_soon_threadsafe(built.set)
+            asyncio.run_coroutine_threadsafe(answered.wait(), loop).result()
+
+    slow = replace(mlp_sgd(), model=Waiting, optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1))
+    coordinator = Coordinator(slow, run_dir=tmp_path / "run", config=settings())
+    starting = asyncio.create_task(coordinator.start())
+    await built.wait()
+    for _ in range(times):
+        starting.cancel()
+        await asyncio.sleep(0)
+    answered.set()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert coordinator._freeing is not None
+    await asyncio.wait_for(coordinator._freeing, 20.0)
+    async with Coordinator(mlp_sgd(), run_dir=tmp_path / "run", config=settings()) as again:
+        assert again.step == 0
+
+
+async def test_one_start_at_a_time() -> None:
+    coordinator = Coordinator(mlp_sgd(), config=settings())
+    first, second = await asyncio.gather(coordinator.start(), coordinator.start(), return_exceptions=True)
+    assert first is None
+    assert isinstance(second, UsageError)
+    await coordinator.aclose()

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -79,15 +79,11 @@ def _prepared(*given: Any) -> Prepared:
         release_helpers()  # else what the event loop computes with several threads takes three times as long
 
 
-def _let_go(preparing: asyncio.Future[Prepared]) -> None:
-    """A start that nobody waits for any more has come to its end: it holds nothing."""
-    if preparing.cancelled() or preparing.exception() is not None:
-        return
-    spec = preparing.result().spec
-    if spec.segment is not None:
-        spec.segment.close()
-    if spec.files is not None:
-        spec.files.close()
+async def _let_go(preparing: asyncio.Future[Prepared]) -> None:
+    """A start that nobody waits for any more comes to its end, and then holds nothing."""
+    await asyncio.wait([preparing])  # a thread cannot be cancelled, and it may come to hold the directory
+    if preparing.exception() is None:
+        await asyncio.get_running_loop().run_in_executor(None, preparing.result().spec.close)
 
 
 class Coordinator:
@@ -143,6 +139,8 @@ class Coordinator:
         self._recorder: Recorder | None = None
         self._bulk: Executor | None = None
         self._journal: JournalWriter | None = None
+        self._starting = False
+        self._freeing: asyncio.Task[None] | None = None
         self._main: asyncio.Task[RunResult] | None = None
         self._access: Access | None = None
         self._join_file: Path | None = None
@@ -159,8 +157,15 @@ class Coordinator:
 
     async def start(self) -> None:
         """Prepare the run, listen, begin. Raises JobError, StoreError, PortInUse, UsageError; then nothing is left."""
-        if self._main is not None:
+        if self._main is not None or self._starting:
             raise UsageError("this coordinator was started before; make a new Coordinator for another run")
+        self._starting = True
+        try:
+            await self._start()
+        finally:
+            self._starting = False
+
+    async def _start(self) -> None:
         loop = asyncio.get_running_loop()
         preparing = loop.run_in_executor(
             None, _prepared, self.job, self.config, self._run_path, lambda: self._runtime.random_bytes(8).hex(),
@@ -174,26 +179,28 @@ class Coordinator:
                 await asyncio.wait(waited, return_when=first)
             if not preparing.done() and await self._deadline.wait(asyncio.shield(preparing), "the start") is None:
                 assert self._deadline.error is not None
-                preparing.add_done_callback(_let_go)
+                self._freeing = asyncio.create_task(_let_go(preparing))
                 raise self._deadline.error
             self._prepared = prepared = preparing.result()
         except asyncio.CancelledError:
-            await asyncio.wait([preparing])  # a thread cannot be cancelled, and it may come to hold the directory
-            if preparing.exception() is None:
-                self._prepared = preparing.result()
-                await self._close()
+            await self._free(_let_go(preparing))
             raise
         finally:
             stopping.cancel()
         try:
             await self._open(prepared)
         except BaseException:
-            await self._close()
+            await self._free(self._close())
             raise
         self._main = asyncio.create_task(self._conduct(), name=f"coordinator {self.name}")
         if self._stopped.is_set():  # while there was nothing yet to stop
             self._stop_at = math.inf
             self.request_stop()
+
+    async def _free(self, freeing: Coroutine[Any, Any, None]) -> None:
+        """To its end, however often whoever waits for it is cancelled."""
+        self._freeing = asyncio.create_task(freeing, name="free what the start has made")
+        await asyncio.shield(self._freeing)
 
     async def wait(self) -> RunResult:
         """The run's end. Cancelling leaves it running.
@@ -682,29 +689,54 @@ class Coordinator:
         self.bus.publish(Warned(text=f"the run ends without waiting longer: {error}"))
 
     async def _close(self) -> None:
-        """Free everything that ``start`` made, in the order of who uses whom."""
+        """Free everything that ``start`` made, in the order of who uses whom.
+
+        What cannot be closed is said, and holds up nothing else, the run directory's lock least of all: what the run
+        has come to is saved by then.
+        """
         wait, block = self._deadline.wait, partial(asyncio.get_running_loop().run_in_executor, None)
-        files = None if self._prepared is None else self._prepared.spec.files
-        if self._prepared is not None and self._prepared.spec.segment is not None:
-            self._prepared.spec.segment.close()
-        if self._listener is not None:
-            await self._listener.aclose()
-        if self._access is not None:
-            with suppress(StoreError):  # it was said when it was tried first
-                await wait(block(self._access.keep), "the list of revoked workers")
-        await self._outputs.aclose()
-        if self._run is not None:
-            await wait(self._run.aclose(), "a read of the dataset", "the job")
-        if self._journal is not None:
-            await wait(self._journal.aclose(), "the journal")
-        elif files is not None and files.journal is not None:
-            await wait(block(files.journal.close), "the journal")
-        if self._bulk is not None:
-            await block(self._bulk.shutdown)
-        if self._recorder is not None:
-            await wait(block(self._recorder.close), "metrics.jsonl")
-        if files is not None:
-            await wait(block(files.directory.close), "the run directory's lock")
+        spec = None if self._prepared is None else self._prepared.spec
+        files = None if spec is None else spec.files
+        try:
+            if spec is not None and spec.segment is not None:
+                with self._closing("the shared memory"):
+                    spec.segment.close()
+            if self._listener is not None:
+                with self._closing("the port"):
+                    await self._listener.aclose()
+            if self._access is not None:
+                with self._closing("the list of revoked workers"), suppress(StoreError):  # said when it was tried first
+                    await wait(block(self._access.keep), "the list of revoked workers")
+            with self._closing("the dashboard, or a tracker,"):
+                await self._outputs.aclose()
+            if self._run is not None:
+                with self._closing("the dataset"):
+                    await wait(self._run.aclose(), "a read of the dataset", "the job")
+            elif spec is not None and spec.stream is not None:
+                with self._closing("the dataset"):
+                    await wait(block(spec.stream.close), "a read of the dataset", "the job")
+            if self._journal is not None:
+                with self._closing("the journal"):
+                    await wait(self._journal.aclose(), "the journal")
+            elif files is not None and files.journal is not None:
+                with self._closing("the journal"):
+                    await wait(block(files.journal.close), "the journal")
+            if self._bulk is not None:
+                await block(self._bulk.shutdown)
+            if self._recorder is not None:
+                with self._closing("metrics.jsonl"):
+                    await wait(block(self._recorder.close), "metrics.jsonl")
+        finally:
+            if files is not None:
+                with self._closing("the run directory's lock"):
+                    await wait(block(files.directory.close), "the run directory's lock")
+
+    @contextmanager
+    def _closing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.bus.publish(Warned(text=f"{what} could not be closed: {in_one_line(error)}"))
 
 
 def _ending(error: Exception) -> W5xdeError:

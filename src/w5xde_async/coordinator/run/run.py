@@ -198,10 +198,12 @@ class Run:
 
     async def aclose(self) -> None:
         """Free what the last phase has."""
-        await self.training.aclose()
-        if self._spec.stream is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._spec.stream.close)
-        await self.evaluation.aclose()
+        try:
+            await self.training.aclose()
+            if self._spec.stream is not None:
+                await asyncio.get_running_loop().run_in_executor(None, self._spec.stream.close)
+        finally:
+            await self.evaluation.aclose()
 
     def _others_draw(self) -> bool:
         rule = self._strategy.rule

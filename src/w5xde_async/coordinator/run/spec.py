@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,9 +44,11 @@ class RunFiles:
 
     def close(self) -> None:
         """Let go of them: the start has come to nothing."""
-        if self.journal is not None:
-            self.journal.close()
-        self.directory.close()
+        try:
+            if self.journal is not None:
+                self.journal.close()
+        finally:
+            self.directory.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,16 @@ class RunSpec:
     def steps(self) -> Steps:
         """Which samples make which step."""
         return self.sampler if self.growing is None else self.growing.plan
+
+    def close(self) -> None:
+        """Let go of what it holds, where the start comes to nothing. Blocking."""
+        with ExitStack() as held:
+            if self.files is not None:
+                held.callback(self.files.close)
+            if self.stream is not None:
+                held.callback(self.stream.close)
+            if self.segment is not None:
+                held.callback(self.segment.close)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

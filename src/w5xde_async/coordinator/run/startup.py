@@ -93,8 +93,7 @@ def prepare(
     try:
         steps.prepare(steps.epoch_of(prepared.resume.step))
     except MemoryError:
-        if prepared.spec.files is not None:
-            prepared.spec.files.close()
+        prepared.spec.close()
         reason = f"the order of its {job.num_samples:,} samples (24 bytes each) does not fit into memory"
         raise JobError("dataset", reason, "shuffle=False, or a stream") from None
     return prepared
