@@ -40,7 +40,7 @@ from w5xde_async.compute.program.operators import NAMES, Operator, find
 __all__ = ["Call", "Case", "capture", "cases_of", "changed", "derived", "judge", "run_in_children", "warm"]
 
 _MAX_NUMEL = 1 << 16
-_DTYPES = (torch.float32, torch.int64, torch.bool)
+_DTYPES = (torch.float32, torch.int64, torch.int32, torch.bool)
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def capture(
 
 
 def derived(corpus: dict[str, list[Call]]) -> dict[str, list[Call]]:
-    """``corpus`` and calls of overloads that the database has no sample of, made of their relatives' and by hand."""
-    found = dict(corpus)
+    """``corpus``, calls made by hand, and of overloads that have neither such that are made of their relatives'."""
+    found = {**corpus, **{name: [*by_hand(name), *corpus.get(name, [])] for name in _BY_HAND}}
     for name in sorted(NAMES - set(found)):
         base, _, overload = name.partition(".")
         calls: list[Call] = []
@@ -138,12 +138,12 @@ def derived(corpus: dict[str, list[Call]]) -> dict[str, list[Call]]:
                 if "Scalar_Self" in overload or (base == "pow" and overload == "Scalar"):
                     arguments[0] = 1.5
                 calls.append(Call(name, tuple(arguments), call.named))
-        found[name] = by_hand(name) or calls
+        found[name] = calls
     return {name: calls for name, calls in sorted(found.items()) if calls}
 
 
 def by_hand(name: str) -> list[Call]:
-    named = {"rounding_mode": "trunc"} if name == "div.Tensor_mode" else {}
+    named = {"rounding_mode": "trunc"} if name.endswith("_mode") else {}
     if name.startswith("norm.") and name.endswith("dtype"):
         named = {"dtype": torch.float64}
     return [Call(name, tuple(made), named) for made in _BY_HAND.get(name, [])]
@@ -192,6 +192,7 @@ NOT_APPLICABLE = {
 }
 
 _WHOLE = torch.tensor([3, -7, 5, 0])
+_LEAST = torch.full((4,), -(1 << 31), dtype=torch.int32)
 _LABELS = torch.tensor([0, 2, 1, 1])
 _BY_HAND: dict[str, list[list[Any]]] = {
     "lstm.input": _recurrent(4), "gru.input": _recurrent(3), "rnn_tanh.input": _recurrent(1),
@@ -212,8 +213,18 @@ _BY_HAND: dict[str, list[list[Any]]] = {
         for name in ("and", "or", "xor") for kind in ("Tensor", "Scalar")
     },
     "norm.ScalarOpt_dtype": [[torch.randn(3, 4), 2]], "norm.ScalarOpt_dim_dtype": [[torch.randn(3, 4), 2, [1], False]],
-    "div.Tensor_mode": [[_WHOLE, 2]], "remainder.Scalar": [[_WHOLE, 2]], "fmod.Scalar": [[_WHOLE, 2]],
-    "floor_divide.default": [[_WHOLE, 2]], "unbind.int": [[torch.randn(3, 2), 0]],
+    **{
+        name: [[_WHOLE, 2], [_LEAST, (1 << 32) - 1], [_LEAST, 1 << 32]]
+        for name in ("div.Tensor_mode", "div.Scalar_mode", "div_.Tensor_mode", "div_.Scalar_mode", "remainder.Scalar",
+                     "fmod.Scalar", "floor_divide.default", "floor_divide.Scalar")
+    },
+    "avg_pool2d.default": [
+        [torch.full((1, 1, 4, 4), -(1 << 63)), [1, 1], [1, 1], [0, 0], False, True, by] for by in (1, -1)
+    ],
+    "avg_pool3d.default": [
+        [torch.full((1, 1, 4, 4, 4), -(1 << 63)), [1] * 3, [1] * 3, [0] * 3, False, True, by] for by in (1, -1)
+    ],
+    "unbind.int": [[torch.randn(3, 2), 0]],
     "split.Tensor": [[torch.randn(6, 2), 2, 0]], "chunk.default": [[torch.randn(6, 2), 2, 0]],
     "native_dropout.default": [[torch.randn(5, 5), 0.5, True]],
     "contiguous.default": [[torch.randn(3, 4)]], "clamp.default": [[torch.randn(5), 0, 1], [torch.arange(5), None, 3]],
@@ -279,6 +290,9 @@ _INTS = (
     1 << 31,
     -(1 << 31),
     (1 << 31) - 1,
+    (1 << 8) - 1,
+    1 << 32,  # 0 in 32 bits, and the one before -1
+    (1 << 32) - 1,
     1 << 40,
     (1 << 63) - 1,
     -(1 << 63),

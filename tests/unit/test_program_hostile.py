@@ -310,6 +310,28 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     "whole numbers divided by -1": (one("floor_divide.default", v(Y), -1), "divided by -1"),
     "the rest of a division by 0": (one("remainder.Scalar", v(Y), 0), "divided by 0"),
     "the rest of a division by -1": (one("fmod.Scalar", v(Y), -1), "divided by -1"),
+    **{
+        f"whole numbers of 32 bits divided by what is -1 in them: {name}": (
+            lambda name=name, named=named: document(
+                ("_to_copy.default", [v(Y)], [["dtype", [1, "int32"]]]), (name, [v(N), (1 << 32) - 1], named),
+            ),
+            "divided by 4294967295",
+        )
+        for name, named in (
+            ("div.Scalar_mode", [["rounding_mode", "trunc"]]), ("div_.Scalar_mode", [["rounding_mode", "trunc"]]),
+            ("div.Tensor_mode", [["rounding_mode", "trunc"]]), ("floor_divide.Scalar", []), ("fmod.Scalar", []),
+        )
+    },
+    "whole numbers of 8 bits divided by what is 0 in them": (
+        lambda: document(("to.dtype", [v(Y), [1, "uint8"]]), ("remainder.Scalar", [v(N), 1 << 8])), "divided by 256",
+    ),
+    "whole numbers pooled and divided by -1": (
+        lambda: document(
+            ("view.default", [v(Y), listed(1, 1, 1, -1)]),
+            ("avg_pool2d.default", [v(N), listed(1, 1), listed(1, 1), listed(0, 0), False, True, -1]),
+        ),
+        "divided by -1",
+    ),
     "a reduction that is none": (
         lambda: document(("mse_loss.default", [v(X), v(X), 7])), "reduction is 7",
     ),

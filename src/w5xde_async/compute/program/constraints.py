@@ -157,7 +157,20 @@ def _division(given: _Named) -> None:
     if isinstance(by, Tensor):
         _need(by.dtype in (torch.uint8, torch.bool), "a whole number divided by a tensor of signed ones")
     else:
-        _need(by not in (0, -1), f"a whole number divided by {by}")
+        _need(_left(by, torch.result_type(divided, by)) not in (0, -1), f"a whole number divided by {by}")
+
+
+def _left(number: int, dtype: torch.dtype) -> int:
+    """What kernels that compute in ``dtype`` take ``number`` for: they keep its low bits."""
+    if dtype == torch.bool:
+        return int(bool(number))
+    info = torch.iinfo(dtype)
+    return (number - info.min) % (1 << info.bits) + info.min
+
+
+def _pooled(given: _Named) -> None:
+    by = given.get("divisor_override")
+    _need(by is None or _floating(given["self"]) or by not in (0, -1), f"a whole number divided by {by}")
 
 
 def _true_division(given: _Named) -> None:
@@ -172,4 +185,5 @@ def _floating(value: Any) -> bool:
 _RULES: Mapping[str, Callable[[_Named], None]] = {
     "unbind": _unbind, "split": _split, "chunk": _sections, "tensor_split": _sections, "diff": _difference,
     "floor_divide": _division, "remainder": _division, "fmod": _division, "div": _true_division,
+    "avg_pool2d": _pooled, "avg_pool3d": _pooled,
 }  # fmt: skip
