@@ -22,8 +22,8 @@ from w5xde_async.compute.block import ComputedBlock, LeafSpec, Task
 from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.program.form import Document, Program, encode, parse
 from w5xde_async.compute.program.interpreter import fits
-from w5xde_async.compute.program.program_job import ProgramJob
-from w5xde_async.compute.program.tracing import NotTraceable, _steady, probe_batches, trace
+from w5xde_async.compute.program.program_job import ProgramJob, ProgramStep
+from w5xde_async.compute.program.tracing import NotTraceable, _always, _steady, probe_batches, trace
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.layout import Layout
 
@@ -493,6 +493,90 @@ def test_sizes_that_a_model_treats_apart_are_not_taken_for_free() -> None:
     layout = Layout.of(model)
     program: Program = parse(trace(job, model, layout, [batch(5), batch(6)]), layout)
     assert [any(fits(graph, batch(length)) for graph in program.graphs) for length in (5, 6, 9)] == [True, True, False]
+
+
+class _Placed(nn.Module):
+    """Vectors, or numbers of embedded ones, with a place for each of at most 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lift = nn.Embedding(9, 5), nn.Linear(5, 5)
+        self.place = nn.Parameter(torch.randn(64, 5, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if x.is_floating_point() else self.embed(x)
+        return (self.lift(x) + self.place[: x.shape[1]]).tanh()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_lengths_are_free_beside_sizes_that_are_not_and_up_to_what_the_model_has_places_for(whole: bool) -> None:
+    def batch(samples: int, length: int) -> Any:
+        drawn = torch.Generator().manual_seed(length)
+        ids = torch.randint(9, (samples, length), generator=drawn)
+        return (ids if whole else torch.randn(samples, length, 5, generator=drawn),)
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        out: torch.Tensor = model(batch[0]).square().mean()
+        return out
+
+    job = Job(model=_Placed, dataset=_Drawn(), step=step, optimizer=programs._sgd, max_steps=1)
+    model = build_model(job)
+    layout = Layout.of(model)
+    program: Program = parse(trace(job, model, layout, [batch(4, 6)]), layout)
+    (graph,) = program.graphs
+    assert graph.inputs[0].sizes[1:] == ((1, 2, 64, 6), *(() if whole else (5,)))
+    assert not fits(graph, batch(4, 65))
+    run = ProgramStep(program, layout, CPU, memory_bytes=1 << 30)
+    for samples, length in ((2, 2), (3, 7), (5, 64)):
+        expected = step(model, batch(samples, length))
+        assert torch.equal(run(model, batch(samples, length))[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("guard", "holds"),
+    [
+        ("s1 <= 64", True), ("s1 <= 63", False), ("s1 < 65", True), ("s1 < 64", False), ("64 >= s1", True),
+        ("s1 >= 2", True), ("s1 > 2", False), ("1 < s1", True), ("s1 != 1", True), ("s1 != 9", False),
+        ("s1 == s1", True), ("s1 == 6", False), ("s1 != s2", True), ("s1 < s2", True), ("s1 == s2", False),
+        ("5 == 5", True), ("s1 < s1", False), ("s3 <= 5", False), ("s1 <= 64 and s2 <= 64", False),
+    ],
+)  # fmt: skip
+def test_a_guard_is_stated_where_it_holds_in_the_whole_of_the_ranges(guard: str, holds: bool) -> None:
+    assert _always(guard, {"s1": (2, 64), "s2": (65, 99)}) is holds
+
+
+class _Centred(nn.Module):
+    """Its buffer is written by what depends on parameters, and so is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(6, 3)
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.lift(x).tanh()
+        centre: torch.Tensor = self.centre.mul_(0.9).add_(0.1 * out.mean(0))  # type: ignore[operator]
+        return out - centre
+
+
+def test_graphs_of_what_is_written_into_buffers_end_with_their_leaf() -> None:
+    """Or each leaf's hung on the one before, and a second backward pass went through the first."""
+    job = job_of(_Centred, batch_size=8, microbatch_size=4)
+    layout = Layout.of(_Centred())
+    program = parse(trace_of(job), layout)
+    local = Engine(job)
+    free = Engine(ProgramJob.of(program, layout, CPU, precision=job.precision, memory_bytes=1 << 30), LeafSpec.of(job))
+    for mine, theirs in zip(free.incoming.groups, local.incoming.groups, strict=True):
+        mine.copy_(theirs)
+    for engine in (local, free):
+        engine.load(range(len(layout.buckets)))
+    for _ in range(3):
+        outcomes = [computed(engine, job, (4, 4)) for engine in (local, free)]
+        assert outcomes[0][0].losses == outcomes[1][0].losses
+        assert outcomes[0][1] == outcomes[1][1]
+        assert not [entry for engine in (local, free) for entry in engine.tensors if entry.grad_fn is not None]
+    for engine in (local, free):
+        engine.close()
 
 
 def test_a_collate_may_change_the_samples_that_it_is_given() -> None:

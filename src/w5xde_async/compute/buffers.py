@@ -187,7 +187,7 @@ class BufferMerge:
 
     def _free(self, index: int) -> None:
         own = self._live[index]
-        free = self._live[index] = own.detach()
+        free = self._live[index] = freed(own)
         for buffers, name, at in self._slots:
             if at == index and buffers.get(name) is own:
                 buffers[name] = free
@@ -223,6 +223,11 @@ def change(value: Tensor, origin: Tensor, samples: int, *, finite: bool = False)
     same = (value == origin) | (value.isnan() & origin.isnan())
     begun = torch.where(same, -0.0, value.float() * samples + 0.0)
     return torch.where(torch.isfinite(origin), difference, begun)
+
+
+def freed(buffer: Tensor) -> Tensor:
+    """``buffer`` without the graph that it came from: the same tensor, which others may hold, but for a view."""
+    return buffer.detach() if buffer._is_view() else buffer.detach_()
 
 
 def statistics(layout: Layout, model: nn.Module) -> tuple[int, ...]:

@@ -103,13 +103,14 @@ class Converter:
     def _input(self, node: Any, tensor: Tensor) -> Input:
         sizes: list[int | tuple[int, int, int, int]] = []
         for size, example in zip(node.meta["val"].shape, tensor.shape, strict=True):
-            if isinstance(size, int):
-                sizes.append(size)
+            found = size_in(self._exported, size)
+            if found is None:
+                raise NotTraceable(f"a size of the batch is {size}, neither fixed nor free")
+            if isinstance(found, int):
+                sizes.append(found)
                 continue
-            expression = size.node.expr
-            bounds = self._exported.range_constraints.get(expression)
-            symbol = self._symbols.setdefault(str(expression), len(self._symbols))
-            sizes.append((symbol, *_range(bounds), example))
+            name, least, most = found
+            sizes.append((self._symbols.setdefault(name, len(self._symbols)), least, most, example))
         return Input(tensor.dtype, tuple(sizes))
 
     def _walk(self, module: Any) -> tuple[Any, ...]:
@@ -235,6 +236,17 @@ def renumbered(graph: Graph, entries: int, constants: int) -> Graph:
         for node in graph.nodes
     )
     return Graph(graph.inputs, nodes, final(Ref(graph.loss)).index, final(graph.metrics))
+
+
+def size_in(exported: Any, size: Any) -> int | tuple[str, int, int] | None:
+    """A size of an exported batch: a number, which may have been a free one at first; a symbol, its least and its most;
+    None where it is calculated from others."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    if expression.is_Integer:
+        return int(expression)
+    return (str(expression), *_range(exported.range_constraints.get(expression))) if expression.is_Symbol else None
 
 
 def _range(bounds: Any) -> tuple[int, int]:

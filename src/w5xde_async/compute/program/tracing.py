@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import flatten, map_tensors, unflatten
 from w5xde_async.compute.block import GRADIENTS_CHANGED, autocast
-from w5xde_async.compute.buffers import statistics
+from w5xde_async.compute.buffers import freed, statistics
 from w5xde_async.compute.program.checkpointing import marked
 from w5xde_async.compute.program.converting import (
     Converter,
@@ -41,6 +41,7 @@ from w5xde_async.compute.program.converting import (
     frames_of,
     renumbered,
     same_bits,
+    size_in,
     users_line,
 )
 from w5xde_async.compute.program.form import Document, Graph, Program, encode, parse
@@ -63,9 +64,8 @@ _NOISY = (
     "torch._export.non_strict_utils",
 )
 _SIZE = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
-#: Guards that an Input states, once sizes have their symbols: of one size, or that two are equal. Not that a size is
-#: other than some number: a model that does something else there does it where no sample has shown.
-_SIMPLE = re.compile(r"(s\d+|\d+) (==|>=) \d+|s\d+ != [01]|\d+ <= s\d+|(\w+) == \3")
+#: A comparison of sizes, once they have their symbols: an Input states it where it holds in all of their ranges.
+_COMPARISON = re.compile(r"(\w+) (==|!=|<=|>=|<|>) (\w+)")
 
 
 _TRIES = 4  # whether it is the step that draws, and nobody else
@@ -450,17 +450,36 @@ def _free(tensor: Tensor, samples: int, others: str) -> dict[int, Any]:
 
 def _states_all_its_guards(exported: Any) -> bool:
     """Whether an Input can say all that the trace took for granted of the batch's sizes."""
-    shapes = [node.meta["val"].shape for node in exported.graph.nodes if node.op == "placeholder"][
-        -_num_inputs(exported) :
-    ]
-    if not all(isinstance(size, int) or size.node.expr.is_Symbol for shape in shapes for size in shape):
+    inputs = [node for node in exported.graph.nodes if node.op == "placeholder"][-_num_inputs(exported) :]
+    sizes = [[size_in(exported, size) for size in node.meta["val"].shape] for node in inputs]
+    if any(size is None for shape in sizes for size in shape):
         return False
+    ranges = {size[0]: size[1:] for shape in sizes for size in shape if isinstance(size, tuple)}
 
     def known(found: re.Match[str]) -> str:
-        return str(shapes[int(found[1])][int(found[2])])
+        size = sizes[int(found[1])][int(found[2])]
+        return str(size[0] if isinstance(size, tuple) else size)
 
-    return all(_SIMPLE.fullmatch(_SIZE.sub(known, str(guard))) or _trivial(_SIZE.sub(known, str(guard)))
-               for guard in getattr(exported, "_guards_code", ()))  # fmt: skip
+    guards = [_SIZE.sub(known, str(guard)) for guard in getattr(exported, "_guards_code", ())]
+    return all(_always(guard, ranges) or _trivial(guard) for guard in guards)
+
+
+def _always(guard: str, ranges: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether a comparison of two sizes holds in the whole of their ranges: then an Input says it."""
+    found = _COMPARISON.fullmatch(guard)
+    if found is None:
+        return False
+    left, compared, right = found.groups()
+    if left == right:
+        return compared in ("==", "<=", ">=")
+    if compared in (">", ">="):
+        left, right, compared = right, left, compared.replace(">", "<")
+    a, b = (ranges.get(side) or ((int(side), int(side)) if side.isdigit() else None) for side in (left, right))
+    if a is None or b is None:
+        return False
+    if compared == "!=":
+        return a[1] < b[0] or b[1] < a[0]
+    return a[1] < b[0] if compared == "<" else a[1] <= b[0] if compared == "<=" else False
 
 
 def _num_inputs(exported: Any) -> int:
@@ -554,6 +573,10 @@ def _one_step(
     with in_precision():
         loss, metrics = step(model, map_tensors(batch, torch.clone))
     torch.autograd.backward(loss.float())
+    for module in model.modules():  # as after a leaf: the graph of what was written into buffers is used up
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.grad_fn is not None:
+                module._buffers[name] = freed(buffer)
     return loss.detach(), {name: float(value) for name, value in metrics.items()}, torch.get_rng_state()
 
 
