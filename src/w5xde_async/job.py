@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import difflib
+import dis
 import hashlib
 import importlib
 import importlib.util
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,11 +21,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from w5xde_async.errors import LACKS_MEMORY, JobError, LocalError, UsageError, in_one_line
@@ -240,14 +243,27 @@ def first_samples(job: Job, count: int) -> list[Any]:
 def collated(collate: Callable[[list[Any]], Any] | None, samples: Iterable[Any]) -> Any:
     """A batch of samples that others read, too, or that are looked at again: a job's collate may change what it is
     given, so it is given copies, where there can be any."""
-    return default_collate(list(samples)) if collate is None else collate([_copied(sample) for sample in samples])
+    if collate is None or collate is default_collate:
+        return default_collate(list(samples))
+    return collate([copy_of_sample(sample) for sample in samples])
 
 
-def _copied(sample: Any) -> Any:
+def copy_of_sample(sample: Any) -> Any:
+    """Of its own values alone: of a row, ``deepcopy`` would copy the whole table. What cannot be copied is the same."""
     try:
-        return copy.deepcopy(sample)
+        with _ViewsAlone():
+            return copy.deepcopy(sample)
     except Exception:
         return sample
+
+
+class _ViewsAlone(TorchFunctionMode):
+    """Within it, a deep copy of a tensor has that tensor's elements, not its whole storage."""
+
+    def __torch_function__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if called is Tensor.__deepcopy__ and type(args[0]) is Tensor:
+            return args[0].detach().clone().requires_grad_(args[0].requires_grad)
+        return called(*args, **(kwargs or {}))
 
 
 def of_whole_microbatches(dataset: Any, microbatch: int, batch_size: int, *, option: str) -> tuple[Any, bool]:
@@ -322,8 +338,8 @@ def build_model(job: Job, *, replica: bool = False) -> nn.Module:
         if place := _closure_over(job.model):
             raise JobError(
                 "model",
-                f"{place} is a function that holds the model, or a part of it (a closure), and would be called with "
-                "that in every copy",
+                f"{place} holds the model, or a part of it, as a closure, a global name in a function or a weak "
+                "reference does, and would compute with that in every copy",
                 "have it take what it needs from the module that it is given, or give a function that makes the model "
                 "(model=make)",
             )
@@ -331,8 +347,32 @@ def build_model(job: Job, *, replica: bool = False) -> nn.Module:
     return made_model(job.model, job.seed).train()
 
 
+def replica_of(job: Job, model: nn.Module) -> nn.Module:
+    """A copy of ``model``, which ``build_model`` has given.
+
+    Where it holds itself, as by a hook that is a closure, a copy would compute with ``model``'s parameters: another is
+    made then, with its values. Raises JobError where the job's function makes no other.
+    """
+    if isinstance(job.model, nn.Module) or not (place := _closure_over(model)):
+        return copy.deepcopy(model)
+    made = build_model(job)
+    ours, theirs = ([*one.parameters(), *one.buffers()] for one in (made, model))
+    if not {id(tensor) for tensor in ours}.isdisjoint(map(id, theirs)):
+        raise JobError(
+            "model",
+            f"its function gives the same parameters again, and {place} holds them: no copy of the model computes with "
+            "its own",
+            "have it make another model each time",
+        )
+    with torch.no_grad():
+        for own, other in zip(ours, theirs, strict=True):
+            own.copy_(other)
+    return made.train(model.training)
+
+
 def _closure_over(model: nn.Module) -> str:
-    """Where a hook, or an attribute, is a function that holds parts of this very model, which copies share with it."""
+    """Where a hook, or an attribute, holds parts of this very model that copies share with it: a function, by its
+    closure or by a global name, or a weak reference."""
     own = {id(held) for held in (*model.modules(), *model.parameters(), *model.buffers())}
     for where, part in model.named_modules():
         state = None if hasattr(type(part), "__deepcopy__") else part.__getstate__()
@@ -358,17 +398,34 @@ def _is_held(own: Collection[int], value: object) -> bool:
         parts: Iterable[object] = ()
         if isinstance(value, FunctionType):
             cells = (cell.cell_contents for cell in value.__closure__ or () if cell != CellType())
-            parts, shared = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()), True
+            given = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+            parts, shared = (*cells, *given, *_globals_of(value)), True
         elif isinstance(value, MethodType):
             parts = (value.__func__, value.__self__)
         elif isinstance(value, partial):
             parts = (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, weakref.ref):
+            parts, shared = (value(),), True
         elif isinstance(value, dict):
             parts = value.values()
         elif isinstance(value, list | tuple | set):
             parts = value
         waiting.extend((one, shared, depth + 1) for one in islice(parts, _MOST_HELD))
     return False
+
+
+def _globals_of(function: FunctionType) -> Iterator[object]:
+    """What a function of the user's names at the top of its file, as far as that is no function of another file."""
+    known, codes = function.__globals__, [function.__code__]
+    if str(known.get("__name__")).partition(".")[0] == "torch":  # it holds no model, and names a great deal
+        return
+    while codes:
+        code = codes.pop()
+        codes += (part for part in code.co_consts if isinstance(part, CodeType))
+        for name in {said.argval for said in dis.get_instructions(code) if said.opname == "LOAD_GLOBAL"}:
+            value = known.get(name)
+            if not isinstance(value, FunctionType) or value.__globals__ is known:
+                yield value
 
 
 def made_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -11,9 +11,12 @@ import pytest
 import torch
 from tests.support import jobs
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.evaluation import Evaluator
-from w5xde_async.job import build_model
+from w5xde_async.coordinator.run.startup import prepare
+from w5xde_async.job import Job, build_model
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.randomness import _TURN, Claim
@@ -106,3 +109,32 @@ def test_reads_and_updates_that_draw_are_not_kept_waiting_by_one_that_has_never_
     assert claimed == [False, False, False]
     with Claim() as mine:
         assert mine
+
+
+def test_a_made_model_whose_hook_holds_it_is_evaluated_with_the_snapshot_alone() -> None:
+    """A deep copy's hook would go on computing with the model that is trained."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.linear = nn.Parameter(torch.ones(1)), nn.Linear(2, 1)
+            self.linear.register_forward_hook(lambda module, inputs, output: output * self.scale)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.linear(x)
+            return made
+
+    x = torch.ones(1, 2)
+    made = Job(
+        model=Net, dataset=TensorDataset(torch.ones(4, 2), torch.ones(4, 1)), loss=nn.functional.mse_loss, max_steps=1,
+        batch_size=4, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        evaluate=lambda model: {"output": model(x).item()},
+    )  # fmt: skip
+    spec = prepare(made, CoordinatorConfig(), None, lambda: "0" * 16).spec
+    layout, model = spec.layout, spec.model
+    assert spec.evaluator is not None
+    expected = model(x).item()
+    snapshot = {entry.name: held.clone() for entry, held in zip(layout.entries, state_of(model, layout), strict=True)}
+    with torch.no_grad():
+        model.scale.mul_(3)  # type: ignore[operator]
+    assert spec.evaluator.measure(snapshot) == {"output": expected}

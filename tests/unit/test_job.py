@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,13 +14,25 @@ from pathlib import Path
 from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from w5xde_async.errors import ExitCode, JobError
-from w5xde_async.job import Job, best_by, build_model, load_job, loss_of, require_job, step_function
+from w5xde_async.job import (
+    Job,
+    best_by,
+    build_model,
+    collated,
+    copy_of_sample,
+    load_job,
+    loss_of,
+    replica_of,
+    require_job,
+    step_function,
+)
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -463,12 +477,29 @@ def _patched(model: nn.Module) -> None:
     model.forward = forward  # type: ignore[method-assign]
 
 
+_named: list[nn.Module] = []
+
+
+def _by_name(model: nn.Module) -> None:
+    _named[:] = [model]
+    model[1].register_forward_hook(lambda module, inputs, output: _scaled(output))
+
+
+def _scaled(output: Tensor) -> Tensor:
+    return output * sum(parameter.sum() for parameter in _named[0].parameters())
+
+
 class _Tripled(nn.Linear):
     """Its forward is one that was set, and copies have their own."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
         self.forward = MethodType(_tripled, self)  # type: ignore[method-assign]
+
+
+class _First(nn.Module):
+    def forward(self, given: tuple[Tensor, Any]) -> Tensor:
+        return given[0]
 
 
 def _tripled(module: nn.Linear, x: Tensor) -> Tensor:
@@ -486,20 +517,81 @@ def _tripled(module: nn.Linear, x: Tensor) -> Tensor:
         ),
         (lambda m: _patched(m[1]), "attribute 'forward' of module '1'"),
         (lambda m: setattr(m, "parts", {"b": lambda x: m[1](x)}), "attribute 'parts' of module 'Sequential'"),
+        (lambda m: setattr(m[1], "parent", weakref.ref(m)), "attribute 'parent' of module '1'"),
+        (lambda m: _by_name(m), "a forward hook of module '1'"),
     ],
 )
 def test_functions_that_every_copy_would_call_with_the_first_model_are_refused(patch: Any, place: str) -> None:
     given = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     patch(given)
     for replica in (True, False):
-        with pytest.raises(JobError, match=f"model: {place} is a function that holds the model, or a part of it"):
+        with pytest.raises(JobError, match=f"model: {place} holds the model, or a part of it"):
             build_model(job(model=given), replica=replica)
+
+
+def _closed() -> nn.Module:
+    made = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    made[0].register_forward_hook(lambda module, inputs, output: output * made[1].weight)
+    return made
+
+
+def test_a_replica_of_a_made_model_that_holds_itself_computes_with_its_own_parameters() -> None:
+    given = job(model=_closed)
+    first = build_model(given)
+    with torch.no_grad():
+        for number, tensor in enumerate((*first.parameters(), *first.buffers())):
+            tensor.fill_(number + 1)
+    replica, x = replica_of(given, first.eval()), torch.tensor([[1.0, 2.0]])
+    assert not replica.training
+    expected = first(x)
+    assert torch.equal(replica(x), expected)
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.zero_()
+    assert torch.equal(replica(x), expected)
+    with pytest.raises(JobError, match="model: its function gives the same parameters again, and a forward hook"):
+        replica_of(job(model=lambda: first), first)
+
+
+def test_a_sample_is_copied_without_the_table_that_it_is_a_row_of() -> None:
+    table, array = torch.arange(80.0).view(20, 4), np.arange(80.0).reshape(20, 4)
+    weights = torch.ones(2, requires_grad=True)
+    got = [*copy_of_sample([{"row": table[3]}, array[3]]), *copy_of_sample((weights,))]
+    assert torch.equal(got[0]["row"], table[3])
+    assert got[0]["row"].untyped_storage().nbytes() == 4 * 4
+    assert (got[1] == array[3]).all()
+    assert got[1].base is None
+    assert got[2] is not weights
+    assert got[2].requires_grad
+    assert got[2].is_leaf
+
+
+def test_only_a_collate_of_the_jobs_own_is_given_copies() -> None:
+    """Torch's changes nothing."""
+    asked = list[int]()
+
+    class Sample(dict[str, Tensor]):
+        def __deepcopy__(self, memo: object) -> Sample:
+            asked.append(1)
+            return Sample(self)
+
+    def own(samples: list[Any]) -> Any:
+        return default_collate([sample.pop("x") for sample in samples])
+
+    samples = [Sample(x=torch.ones(2)), Sample(x=torch.zeros(2))]
+    assert torch.equal(collated(None, samples)["x"], collated(default_collate, samples)["x"])
+    assert not asked
+    assert torch.equal(collated(own, samples), collated(own, samples))
+    assert len(asked) == 4
 
 
 def test_functions_that_hold_nothing_of_the_model_are_copied() -> None:
     by, teacher = 2.0, nn.Linear(2, 2)
     given = nn.Sequential(nn.Linear(2, 2), _Tripled(), nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
     given[0].register_forward_hook(lambda module, i, o: o * by + module.bias + teacher(i[0]))
+    given[1].register_forward_hook(lambda module, i, o: _tripled(module, o) / math.pi)  # names of this file
+    given.append(nn.LSTM(2, 2))  # has weak references to its weights, and makes them anew in a copy
+    given.append(_First())
     given[0].forward = partial(_tripled, given[0])
     given._compiled_call_impl = lambda *args: given.forward(*args)  # as ``given.compile()`` sets: no copy has it
     given[0].register_load_state_dict_post_hook(lambda module, keys: given.train())

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import map_tensors
 from w5xde_async.compute.flops import count_step
-from w5xde_async.job import Job, collated, first_samples, step_function
+from w5xde_async.job import Job, collated, first_samples, replica_of, step_function
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import users_code
 
@@ -84,7 +84,7 @@ def _counted(job: Job, model: nn.Module) -> int | None:
             for kept in (saved_tensors_hooks(_nothing, _gone), nullcontext()):  # a step may go back within itself
                 with suppress(Exception), kept:
                     seed_all(job.seed)
-                    return count_step(lambda: step_function(job)(copy.deepcopy(model), batch))
+                    return count_step(lambda: step_function(job)(replica_of(job, model), batch))
     return None
 
 

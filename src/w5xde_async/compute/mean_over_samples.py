@@ -7,7 +7,6 @@ here as in any loop that accumulates them, and every number looks well.
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
 import time
@@ -21,7 +20,7 @@ from torch.nn.modules.loss import _Loss
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import map_tensors
-from w5xde_async.job import Job, collated, first_samples, step_function
+from w5xde_async.job import Job, collated, first_samples, replica_of, step_function
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.users_code import users_code
@@ -83,7 +82,7 @@ def _compared(job: Job, model: nn.Module, step_flops: int) -> str | None:
             return None
         part = 2 if samples == _SAMPLES[0] else 1
         batches = [batch_of(0, samples), *(batch_of(at, at + part) for at in range(0, samples, part))]
-        model = copy.deepcopy(model).eval()
+        model = replica_of(job, model).eval()
         (whole, mean, size), drew = _losses(job, model, batches)
         least, draws = _ROUNDING * size, ""
         if drew:

@@ -5,7 +5,6 @@ Everything here blocks (it imports kernels, reads disks) and runs in an executor
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +28,7 @@ from w5xde_async.coordinator.run.warm_start import begin_with, begins_anew, kept
 from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
 from w5xde_async.data.stream import stream_of
 from w5xde_async.errors import JobError, StoreError, UsageError, in_one_line
-from w5xde_async.job import Job, build_model
+from w5xde_async.job import Job, build_model, replica_of
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.bad_samples import BadSamples
@@ -129,7 +128,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step
     except ValueError as error:
         raise JobError("model", str(error)) from error
     evaluates = job.evaluate is not None and config.evaluate
-    evaluator = Evaluator(job, copy.deepcopy(model), layout) if evaluates else None
+    evaluator = Evaluator(job, replica_of(job, model), layout) if evaluates else None
     program, untraceable = _trace(job, model, layout) if alone and config.code_free else (None, "")
     segment = _segment(layout) if config.update.plain else None
     copied = update_device(config)  # from there, which is faster from pinned memory
