@@ -44,6 +44,7 @@ ENDLESS = 1_000_000_000
 _MOST_NESTED = 8  # attributes and containers, one in another, in which optimizers are looked for, and parts of a model
 _MOST_HELD = 1024  # by one container
 _MOST_UNREADABLE = 64  # of the first samples, for a look at a few
+_CONSTANT = {bool, bytes, float, int, str, type(None)}
 _LABELS = ("labels", "label", "targets", "target")
 
 
@@ -240,16 +241,27 @@ def first_samples(job: Job, count: int) -> list[Any]:
     return [found[at % len(found)] for at in range(count)]
 
 
+def may_change_samples(collate: Callable[[list[Any]], Any] | None) -> bool:
+    """Whether a job's collate may change what it is given. Torch's does not."""
+    return collate is not None and collate is not default_collate
+
+
 def collated(collate: Callable[[list[Any]], Any] | None, samples: Iterable[Any]) -> Any:
-    """A batch of samples that others read, too, or that are looked at again: a job's collate may change what it is
-    given, so it is given copies, where there can be any."""
-    if collate is None or collate is default_collate:
-        return default_collate(list(samples))
-    return collate([copy_of_sample(sample) for sample in samples])
+    """A batch of samples that others read, too, or that are looked at again: a job's collate is given copies, where
+    there can be any."""
+    copies = may_change_samples(collate)
+    return (collate or default_collate)([copy_of_sample(sample) if copies else sample for sample in samples])
 
 
 def copy_of_sample(sample: Any) -> Any:
     """Of its own values alone: of a row, ``deepcopy`` would copy the whole table. What cannot be copied is the same."""
+    kind = type(sample)
+    if kind is dict:
+        return {key: copy_of_sample(value) for key, value in sample.items()}
+    if kind is list and _CONSTANT.issuperset(map(type, sample)):  # tokens: looking at each once is enough
+        return sample.copy()
+    if kind is list or kind is tuple:
+        return kind(map(copy_of_sample, sample))
     try:
         with _ViewsAlone():
             return copy.deepcopy(sample)

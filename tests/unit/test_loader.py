@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten, leaves_of
 from w5xde_async.data import loader
 from w5xde_async.data.config import DataConfig
 from w5xde_async.data.loader import BlockData, Loader
-from w5xde_async.data.reader import LeafReader
+from w5xde_async.data.reader import LeafReader, _fetch
+from w5xde_async.data.stream import AT_FAULT, StreamReader
 from w5xde_async.errors import JobError, LeafFailed
 from w5xde_async.job import Job
 from w5xde_async.plan.sampler import Sampler
@@ -710,6 +711,39 @@ async def test_the_sample_is_named_that_fails_alone(where: str, bad: int) -> Non
     assert caught.value.sample == (wrong[0] if bad == 1 else None)
     named = f", sample {wrong[0]}" if bad == 1 else f", samples {', '.join(map(str, wrong))}"
     assert first_line(caught.value).endswith(named)
+
+
+class Named(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": X[index], "y": Y[index]}
+
+
+class NamedStream(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter([Named()[index] for index in range(len(X))])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_sample_is_named_of_a_collate_that_changes_what_it_is_given(streamed: bool) -> None:
+    """Whatever it was given once has no "y" any more."""
+    bad = torch.clone(X[5])
+
+    def collate(samples: list[dict[str, Tensor]]) -> Tensor:
+        targets = torch.stack([sample.pop("y") for sample in samples])
+        if any(torch.equal(sample["x"], bad) for sample in samples):
+            raise ValueError("unreadable")
+        return targets
+
+    given = job(NamedStream() if streamed else Named(), collate=collate, max_steps=1, shuffle=False)
+    stream = StreamReader(given) if streamed else None
+    with pytest.raises(ValueError, match="unreadable") as caught:
+        _fetch(given, np.arange(3, 7), stream)
+    assert getattr(caught.value, AT_FAULT) == 5
+    rest = np.array([3, 4, 6, 7])
+    assert torch.equal(_fetch(given, rest, stream).tensors[0], Y[rest])
 
 
 async def test_leaves_of_a_block_may_have_different_structures() -> None:

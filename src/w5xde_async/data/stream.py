@@ -31,7 +31,7 @@ from typing import Any
 
 from w5xde_async.compute.batch import flatten, on_host
 from w5xde_async.errors import JobError, LeafFailed, headline
-from w5xde_async.job import Job, collated
+from w5xde_async.job import Job, collated, copy_of_sample, may_change_samples
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.sampler import epoch_order, seed_for
 from w5xde_async.randomness import draws_random, random_state, seed_all
@@ -123,6 +123,7 @@ class StreamReader:
 
     def __init__(self, job: Job) -> None:
         self._dataset, self._collate = job.dataset, job.collate
+        self._copies = may_change_samples(job.collate)  # of samples that may be read again
         self._seed, self._shuffle, self._length = job.seed, job.shuffle, job.num_samples
         self._together = job.shuffle_buffer if job.shuffle else 1
         self._window = self._together * -(-LEAST_WINDOW // self._together)
@@ -153,7 +154,7 @@ class StreamReader:
             if isinstance(sample, _Unreadable):
                 setattr(sample.error, AT_FAULT, place)
                 raise sample.error
-            found.append(sample)
+            found.append(copy_of_sample(sample) if self._copies else sample)
         return found
 
     def mark(self, place: int) -> Mark:
