@@ -376,6 +376,24 @@ def headline(told: str) -> str:
     return raised[:_HEADLINE] + _place(_frames(after))
 
 
+def marked(error: Exception, name: str, value: object) -> Exception:
+    """``error`` with such an attribute. In its place a RuntimeError in its words, where its class lets nobody set one,
+    as a frozen dataclass."""
+    try:
+        setattr(error, name, value)
+    except Exception:
+        told = RuntimeError(headline(LeafFailed.shown(error)))
+        told.__cause__ = error
+        setattr(told, name, value)
+        return told
+    return error
+
+
+def noted(error: Exception, note: str) -> Exception:
+    """``error`` with one more note, as ``marked``."""
+    return marked(error, "__notes__", [*getattr(error, "__notes__", ()), note])
+
+
 def _frames(lines: list[str]) -> list[tuple[str, str]]:
     return [(found[1], found[2]) for line in lines if (found := _FRAME.match(line)) is not None]
 

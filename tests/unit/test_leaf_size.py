@@ -113,6 +113,13 @@ def test_leaves_have_whole_microbatches_of_those_that_are_accumulated() -> None:
     assert (told.microbatch_size, told.leaf_samples, leaves(told)) == (12, 60, 2)
 
 
+@pytest.mark.parametrize(("batch", "accumulated", "expected"), [(5, 4, 1), (10, 4, 2), (100, 8, 12), (32, 5, 6)])
+def test_no_leaf_is_larger_than_the_batch(batch: int, accumulated: int, expected: int) -> None:
+    """One leaf, whose microbatches do not divide the batch."""
+    given = job(square(8, 1), 8, batch, accumulate_grad_batches=accumulated)
+    assert with_leaf_size(given, build_model(given)).job.microbatch_size == expected
+
+
 def test_model_batch_and_random_numbers_stay_as_they_were() -> None:
     given = job(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 4)), 8)
     model = build_model(given)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -746,6 +747,57 @@ def test_the_sample_is_named_of_a_collate_that_changes_what_it_is_given(streamed
     assert torch.equal(_fetch(given, rest, stream).tensors[0], Y[rest])
 
 
+async def test_the_sample_is_named_where_what_was_read_together_is_an_array() -> None:
+    wrong = sampler().plan(0).leaf_indices(2).tolist()[-1]
+
+    class Rowed(Rows):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return X[indices].numpy()
+
+    def collate(rows: Any) -> Any:
+        if any(np.array_equal(row, X[wrong].numpy()) for row in rows):
+            raise OSError("unreadable")
+        return torch.as_tensor(np.asarray(rows))
+
+    reader = Reader(job(Rowed(), collate=collate), sampler())
+    reader.open(0)
+    with pytest.raises(LeafFailed, match="unreadable") as caught:
+        await reader.block(0, 0, 8)
+    await reader.loader.aclose()
+    assert caught.value.sample == wrong
+
+
+def test_what_is_read_together_is_given_to_collate_as_it_is() -> None:
+    class Batches(Rows):
+        def __getitems__(self, indices: list[int]) -> Tensor:
+            return X[indices]
+
+    given = job(Batches(), collate=lambda batch: batch * 2, max_steps=1)
+    assert torch.equal(_fetch(given, np.arange(4)).tensors[0], X[:4] * 2)
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    """It lets nobody set an attribute."""
+
+    why: str
+
+
+async def test_a_sample_whose_exception_takes_no_attribute_is_left_out() -> None:
+    odd = int(sampler().plan(0).leaf_indices(2)[0])
+
+    class Odd(Rows):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            if index == odd:
+                raise Frozen("corrupt")
+            return super().__getitem__(index)
+
+    async with reading(Odd(), max_bad_samples=1) as reader:
+        reader.open(0)
+        await reader.block(0, 0, 8)
+        assert reader.loader.bad.all() == [odd]
+
+
 async def test_leaves_of_a_block_may_have_different_structures() -> None:
     def collate(samples: list[Any]) -> Any:
         x = torch.stack([x for x, _ in samples])
@@ -802,7 +854,7 @@ async def test_a_step_whose_strings_are_more_than_a_lease_can_bear_is_refused() 
             data = await reader.block(0, 0, 8)
             assert data.header_bytes < SESSION_CAPS.header_bytes
         else:
-            with pytest.raises(JobError, match="of 8 leaves has 1,6.* bytes of strings.*or use --update sync"):
+            with pytest.raises(JobError, match=r"of 8 leaves has 1,6.* bytes of strings.*or use --update sync"):
                 await reader.block(0, 0, 8)
         await reader.loader.aclose()
 

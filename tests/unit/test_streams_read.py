@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,32 @@ def test_what_is_asked_for_again(kind: str) -> None:
     reader.forget_before(40)
     assert reader.mark(40).place <= 40
     assert reader.read(range(40, 100)) == expected[40:]
+
+
+def test_a_state_that_json_would_change_is_not_kept() -> None:
+    """It is passed over to where that was: a number that is a key would come back as text."""
+
+    class Keyed(IterableDataset[Any]):
+        begin = at = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.at, self.begin = self.begin, 0
+            while self.at < 40:
+                self.at += 1
+                yield self.at
+
+        def state_dict(self) -> dict[int, int]:
+            return {0: self.at}
+
+        def load_state_dict(self, state: dict[int, int]) -> None:
+            self.begin = state[0]
+
+    reader = StreamReader(job(Keyed(), shuffle=False))
+    expected = reader.read(range(40))
+    kept = json.loads(json.dumps(reader.mark(30).as_json()))
+    again = StreamReader(job(Keyed(), shuffle=False))
+    again.restore(Mark.of_json(kept))
+    assert again.read(range(30, 40)) == expected[30:]
 
 
 @pytest.mark.slow
@@ -268,6 +295,58 @@ def test_a_record_that_cannot_be_decoded_is_one_sample() -> None:
     with pytest.raises(ValueError, match="corrupt") as caught:
         reader.read([12, 13])
     assert getattr(caught.value, AT_FAULT) == 13
+
+
+def nothing(_: Any) -> Any:
+    return next(iter(()))
+
+
+def test_a_decode_that_raises_stop_iteration_fails_on_its_record_alone() -> None:
+    def decode(number: int) -> Any:
+        return nothing(number) if number == 3 else number
+
+    made = job(ShardedStream([range(10), range(10, 20)], open=iter, decode=decode, shuffle_shards=False), shuffle=False)
+    reader = StreamReader(made)
+    assert reader.read([0, 4, 19, 20]) == [0, 4, 19, 0]
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        reader.read([3])
+    assert getattr(caught.value, AT_FAULT) == 3
+    assert caught.value.__notes__ == ["at record 3 of shard range(0, 10)"]
+
+
+@pytest.mark.parametrize("where", ["open", "iter", "close"])
+def test_a_shard_whose_code_raises_stop_iteration_ends_no_epoch(where: str) -> None:
+    class Shard:
+        __iter__ = nothing if where == "iter" else lambda self: iter([1, 2])
+
+        def close(self) -> None:
+            if where == "close":
+                raise StopIteration
+
+    made = ShardedStream([1, 2], open=nothing if where == "open" else lambda _: Shard(), shuffle_shards=False)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(made)
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    """It lets nobody set an attribute, nor a note."""
+
+    why: str
+
+
+def test_a_sample_whose_exception_takes_no_attribute_is_at_fault_all_the_same() -> None:
+    def decode(number: int) -> int:
+        if number == 3:
+            raise Frozen("corrupt")
+        return number
+
+    made = job(ShardedStream([range(10)], open=iter, decode=decode), shuffle=False)
+    with pytest.raises(RuntimeError, match="Frozen") as caught:
+        StreamReader(made).read([3])
+    assert getattr(caught.value, AT_FAULT) == 3
+    assert caught.value.__notes__ == ["at record 3 of shard range(0, 10)"]
+    assert isinstance(caught.value.__cause__, Frozen)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

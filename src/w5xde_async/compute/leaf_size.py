@@ -66,7 +66,7 @@ def with_leaf_size(job: Job, model: nn.Module, *, grows: bool = False) -> Sized:
         reason = f"a step is {step / 1e9:.3g} GFLOP"
     if grows and leaves < _FEWEST:
         leaves, reason = _FEWEST, f"{reason}, and a batch grows by its halves"
-    size = max(1, -(-job.batch_size // (leaves * accumulated)))
+    size = min(-(-job.batch_size // (leaves * accumulated)), job.batch_size // accumulated)
     if grows:
         size = next((whole for whole in range(size, 0, -1) if not job.batch_size % (whole * accumulated)), size)
     return Sized(replace(job, microbatch_size=size), reason, step)

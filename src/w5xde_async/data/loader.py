@@ -681,8 +681,8 @@ def _too_large_a_step(data: BlockData) -> JobError | None:
     if nbytes <= most:
         return None
     reason = (
-        f"a step of {leaves} leaves has {nbytes:,} bytes of strings, numbers and shapes outside of its tensors, a lease "
-        f"at most {most:,}"
+        f"a step of {leaves} leaves has {nbytes:,} bytes of strings, numbers and shapes outside of its tensors, a "
+        f"lease at most {most:,}"
     )
     return JobError("batch_size", reason, "make tensors of them in collate=..., lower batch_size, or use --update sync")
 

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +26,7 @@ from w5xde_async.data.config import ReadersConfig
 from w5xde_async.data.reading_processes import ReadingProcesses, Reads
 from w5xde_async.data.shards import Fingerprints, fingerprints
 from w5xde_async.data.stream import AT_FAULT, StreamReader
-from w5xde_async.errors import JobError, UsageError, utf8
+from w5xde_async.errors import JobError, UsageError, marked, utf8
 from w5xde_async.job import Job, collated, load_job, made_by, may_change_samples
 from w5xde_async.openmp import alone
 from w5xde_async.randomness import draws_random, random_state, seed_all
@@ -249,37 +249,35 @@ def _tried_again(read: Callable[[], Read]) -> Read:
 
 
 def _fetch(job: Job, indices: Any, stream: StreamReader | None = None) -> Read:
-    numbers, samples = indices.tolist(), list[Any]()
+    numbers, came = indices.tolist(), list[Any]()
+    samples: Any = came
     many = getattr(job.dataset, "__getitems__", None) if stream is None else stream.read
     try:
         with users_code(), alone():
-            _read_into(samples, job, numbers, many)
+            samples = _read_all(came, job, numbers, many)
             structure, tensors = flatten((job.collate or default_collate)(samples))
     except Exception as error:
         known = isinstance(error, JobError) or hasattr(error, AT_FAULT)
         if not known and (sample := _at_fault(job, numbers, samples, many)) is not None:
-            setattr(error, AT_FAULT, sample)
-        raise
+            error = marked(error, AT_FAULT, sample)
+        raise error
     return Read(structure, tuple(map(on_host, tensors)))
 
 
-def _read_into(
-    samples: list[Any], job: Job, numbers: list[int], many: Callable[[list[int]], Iterable[Any]] | None
-) -> None:
-    """``many`` reads several, of a dataset that does."""
+def _read_all(came: list[Any], job: Job, numbers: list[int], many: Callable[[list[int]], Any] | None) -> Any:
+    """The samples, at once by ``many`` of a dataset that has it. Otherwise those that ``came`` are there if one raises."""
     if many is None:
         for number in numbers:
-            samples.append(job.dataset[number])  # noqa: PERF401 -- those before one that raises are there
-        return
-    samples += many(numbers)
+            came.append(job.dataset[number])  # noqa: PERF401
+        return came
+    samples = many(numbers)
     if len(samples) != len(numbers):
         reason = f"dataset.__getitems__ gave {len(samples)} samples for {len(numbers)} indices"
         raise JobError("dataset", reason, "give one for each, in their order")
+    return samples
 
 
-def _at_fault(
-    job: Job, numbers: list[int], samples: list[Any], many: Callable[[list[int]], Iterable[Any]] | None
-) -> int | None:
+def _at_fault(job: Job, numbers: list[int], samples: Any, many: Callable[[list[int]], Any] | None) -> int | None:
     """The sample because of which a leaf could not be read, if it is one's: by itself or beside the others.
 
     ``samples`` were read of it before something raised.
@@ -288,15 +286,14 @@ def _at_fault(
         return numbers[len(samples)]
     if len(numbers) == 1:
         return numbers[0]
-    call: Callable[[list[Any]], Any]
-    if many is not None and not samples:
+    parts, call = samples, lambda some: flatten(collated(job.collate, some))
+    if many is not None and not len(samples):
         parts, call = numbers, many
-    else:
-        parts, call = samples, lambda some: flatten(collated(job.collate, some))
-        if may_change_samples(job.collate):  # those were given to it
-            parts = []
-            if _raises(lambda numbers: _read_into(parts, job, numbers, many), numbers):
-                return None
+    elif may_change_samples(job.collate):  # those were given to it
+        try:
+            parts = _read_all([], job, numbers, many)
+        except Exception:
+            return None
     if len(parts) != len(numbers):  # what was read is not what was asked for
         return None
     alone = [number for number, part in zip(numbers, parts, strict=True) if _raises(call, [part])]

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from w5xde_async.data.stream import AT_FAULT
-from w5xde_async.errors import LeafFailed, ReaderDied, ReadersLost, headline
+from w5xde_async.errors import LeafFailed, ReaderDied, ReadersLost, headline, marked
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.users_code import heard
 
@@ -244,8 +244,7 @@ class _Process:
                 return error  # it has come and cannot be taken in, as where memory is short here
             raise ReaderDied(_ended(code), doing) from error
         if isinstance(answer, _Raised):
-            answer.error.__cause__ = _There(answer.shown)
-            return answer.error
+            return marked(answer.error, "__cause__", _There(answer.shown))
         return answer
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from w5xde_async.errors import JobError
+from w5xde_async.errors import JobError, noted
 from w5xde_async.plan.sampler import epoch_order
+from w5xde_async.users_code import users_code
 
 
 class ShardedStream(IterableDataset[Any]):
@@ -96,7 +97,8 @@ class _Iteration:
         """Let go of the shard that is open, as by its own ``close``, if it has one."""
         opened, self._opened, self._records = self._opened, None, None
         if hasattr(opened, "close"):
-            opened.close()
+            with users_code():
+                opened.close()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -106,8 +108,9 @@ class _Iteration:
         while turn < len(self._shards) and self.goes_on_after_errors:
             try:
                 if self._records is None:
-                    self._opened = self._open(self._shards[turn])
-                    self._records = islice(iter(self._opened), offset, None)
+                    with users_code():  # a StopIteration of its own ends no shard
+                        self._opened = self._open(self._shards[turn])
+                        self._records = islice(iter(self._opened), offset, None)
                 record = next(self._records)
             except StopIteration:
                 self.close()
@@ -116,14 +119,17 @@ class _Iteration:
             except Exception as error:
                 self.goes_on_after_errors, self.unopened = False, self._opened is None
                 self.close()
-                error.add_note(self._place(turn, offset))
-                raise
+                error = noted(error, self._place(turn, offset))
+                raise error
             self.at = (turn, offset + 1)
+            if self._decode is None:
+                return record
             try:
-                return record if self._decode is None else self._decode(record)
+                with users_code():
+                    return self._decode(record)
             except Exception as error:
-                error.add_note(self._place(turn, offset))
-                raise
+                error = noted(error, self._place(turn, offset))
+                raise error
         raise StopIteration
 
     def _place(self, turn: int, offset: int) -> str:

@@ -30,7 +30,7 @@ from itertools import islice
 from typing import Any
 
 from w5xde_async.compute.batch import flatten, on_host
-from w5xde_async.errors import JobError, LeafFailed, headline
+from w5xde_async.errors import JobError, LeafFailed, headline, marked
 from w5xde_async.job import Job, collated, copy_of_sample, may_change_samples
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.sampler import epoch_order, seed_for
@@ -152,8 +152,7 @@ class StreamReader:
         for place in places:
             sample = self._at(place)
             if isinstance(sample, _Unreadable):
-                setattr(sample.error, AT_FAULT, place)
-                raise sample.error
+                raise marked(sample.error, AT_FAULT, place)
             found.append(copy_of_sample(sample) if self._copies else sample)
         return found
 
@@ -332,13 +331,14 @@ class StreamReader:
         )
 
     def _state(self) -> Any:
-        """What the dataset says of where it is; None where that cannot be kept."""
+        """What the dataset says of where it is; None where that cannot be kept, or read back as it was."""
         if not self._trusted:
             return None
         with users_code():
             state = self._source.state_dict()
         try:
-            return json.loads(json.dumps(state, allow_nan=False))
+            kept = json.loads(json.dumps(state, allow_nan=False))
+            return kept if kept == state else None
         except (TypeError, ValueError):
             return None
 
