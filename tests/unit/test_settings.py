@@ -251,6 +251,23 @@ def test_what_a_worker_has_no_use_for_is_refused(arguments: tuple[str, ...], sai
         read(WorkerSettings, ("--server", "h:1", *arguments), prog="p", environment={})
 
 
+def test_of_what_says_where_the_coordinator_is_the_stronger_source_wins(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[worker]\njoin_file = "of the file"\n')
+
+    def told(*arguments: str, **environment: str) -> tuple[Any, ...]:
+        settings, _ = read(WorkerSettings, ("--config", str(file), *arguments), prog="p", environment=environment)
+        return settings.server, settings.join, settings.join_file, sorted(settings.environment)
+
+    assert told() == (None, None, Path("of the file"), [])
+    assert told(W5XDE_JOIN="w5xde://h:1") == (None, "w5xde://h:1", None, [])
+    assert told("--server", "h:1", W5XDE_JOIN_FILE="x") == ("h:1", None, None, [])
+    with pytest.raises(UsageError, match="join and server both say where"):
+        told(W5XDE_JOIN="w5xde://h:1", W5XDE_SERVER="h:1")
+    with pytest.raises(UsageError, match="join_file and server both say where"):
+        told("--server", "h:1", "--join-file", "x")
+
+
 def test_a_run_is_named_after_its_directory_however_long_that_is_called() -> None:
     assert coordinator("j.py:j", "--run-dir", "a/there").name == "there"
     assert coordinator("j.py:j", "--run-dir", "a/" + "n" * 250).name == "n" * 100

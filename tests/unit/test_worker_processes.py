@@ -23,7 +23,7 @@ from w5xde_async.cluster.worker_processes import LocalWorkers, telling
 from w5xde_async.errors import LocalError
 from w5xde_async.runtime import is_stopped, loop_factory
 from w5xde_async.settings.flags import read
-from w5xde_async.settings.programs import CoordinatorSettings
+from w5xde_async.settings.programs import CoordinatorSettings, WorkerSettings
 from w5xde_async.telemetry.events import Warned, WorkerJoined, WorkerLeft
 
 
@@ -148,6 +148,34 @@ def test_what_the_user_asks_for_is_found(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert devices("--config", str(file)) == ("cpu",)
     monkeypatch.setenv("W5XDE_DEVICE", "cuda:3")
     assert devices("--config", str(file)) == ("cuda:3",)
+
+
+def test_where_a_coordinator_is_asks_for_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A worker's settings in its own environment and file, among them where it would look for a coordinator."""
+    file = tmp_path / "run.toml"
+    file.write_text('[worker]\njoin_file = "join"\n')
+    monkeypatch.setenv("W5XDE_JOIN", "w5xde://host:1")
+    settings = read(CoordinatorSettings, ("train.py:job", "--config", str(file)), prog="")[0]
+    assert settings.worker_devices() == ()
+
+
+@pytest.mark.parametrize("join", ["", "w5xde://host:1?token=geheim"])
+async def test_a_worker_goes_to_who_has_started_it_whatever_environment_and_file_say(
+    join: str, monkeypatch: pytest.MonkeyPatch, asked: Asked, tmp_path: Path
+) -> None:
+    with_devices(monkeypatch, 0)
+    for name, value in (("SERVER", "other:1"), ("JOIN", "w5xde://other:1"), ("JOIN_FILE", "other")):
+        monkeypatch.setenv(f"W5XDE_{name}", value)
+    file = tmp_path / "run.toml"
+    await asyncio.to_thread(file.write_text, '[worker]\njoin_file = "other"\n')
+    async with LocalWorkers(0, address="host:1", join=join, reference="", config_path=file) as workers:
+        await begun(workers, 1, asked)
+    (one,) = asked.started
+    told = json.loads(one.lines[1])
+    arguments = [*one.command[one.command.index("w5xde_async.worker") + 1 : -2], *told["arguments"]]
+    environment = {**one.environment, **told["environment"]}
+    settings, _ = await asyncio.to_thread(read, WorkerSettings, arguments, prog="", environment=environment)
+    assert (settings.server, settings.join, settings.join_file) == (None if join else "host:1", join or None, None)
 
 
 async def test_what_the_user_asks_for_wins(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from w5xde_async.errors import ExitCode, LocalError
-from w5xde_async.net.token import SECRETS
+from w5xde_async.net.token import JOINING
 from w5xde_async.runtime import is_stopped, start_process
 from w5xde_async.telemetry.events import Event, WorkerJoined, WorkerLeft
 
@@ -308,8 +308,8 @@ class LocalWorkers:
             command += ["--config", str(self._config_path)]
         if self._data_dir is not None:
             command += ["--data-dir", str(self._data_dir)]
-        # The child's environment is ours, with this run's token in place of wherever ours came from.
-        environment = {key: value for key, value in os.environ.items() if key not in SECRETS}
+        # The child's environment is ours, with this run's address and token in place of what ours says of them.
+        environment = {key: value for key, value in os.environ.items() if key not in JOINING}
         return await start_process(
             *command, PRESTARTED, str(os.getpid()), stdin=PIPE, stdout=PIPE, stderr=STDOUT, env=environment,
             limit=_LINE_BYTES, **_apart(),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from w5xde_async.net.join import read_secret_file
 
-#: Of the environment: what holds a secret, or says where one is.
-SECRETS = ("W5XDE_TOKEN", "W5XDE_TOKEN_FILE", "W5XDE_JOIN", "W5XDE_JOIN_FILE")
+#: Of the environment: what says where a coordinator is, or holds its secret, or says where that is.
+JOINING = ("W5XDE_SERVER", "W5XDE_TOKEN", "W5XDE_TOKEN_FILE", "W5XDE_JOIN", "W5XDE_JOIN_FILE")
 
 
 def find_token(token_file: Path | None, *, given_as_argument: bool, environment: Mapping[str, str]) -> str:

@@ -61,7 +61,8 @@ class Program(Config):
 
     ``table``: the program's in the TOML file. ``first``: settings that come first, which also puts their groups in
     order; the rest follows as declared. ``defaults`` and ``changed`` say what is otherwise in this program: its
-    default, or something else of its ``Setting``.
+    default, or something else of its ``Setting``. ``alternatives``: settings that say the same in several ways; where
+    one of them was given, those of a source that it wins over are passed over.
     """
 
     table: ClassVar[str]
@@ -73,6 +74,7 @@ class Program(Config):
     first: ClassVar[str]
     defaults: ClassVar[Mapping[str, object]] = {}
     changed: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    alternatives: ClassVar[tuple[str, ...]] = ()
 
     values: Mapping[str, Any] = dataclasses.field(repr=False)  #: of all settings, by flag; None: not set
     told: frozenset[str]  #: the flags of those that were given anywhere
@@ -217,6 +219,10 @@ def read(
     said = {name: environment[one.variable] for name, one in known.items() if environment.get(one.variable)}
     path = given.get("config") or said.get("config")
     table = _table(program, Path(path)) if path else {}
+    others = program.alternatives
+    said = {name: value for name, value in said.items() if name not in others or given.keys().isdisjoint(others)}
+    above = given.keys() | said.keys()
+    table = {name: value for name, value in table.items() if name not in others or above.isdisjoint(others)}
     sources = (
         (lambda one: one.option, given), (lambda one: one.variable, said),
         (lambda one: f"{path}: [{program.table}] {one.name}", table),

@@ -154,6 +154,7 @@ class WorkerSettings(Program):
     parts = (WorkerConfig, ProgressConfig)
     first = "server job name token_file tls_cert device loop log log_format"
     defaults: ClassVar = {"inline_block": 0.005, "exit_on_drain": 75}
+    alternatives = ("join_file", "join", "server")
     changed: ClassVar = {
         "token_file": {"group": "the run"},
         "exit_on_drain": {
@@ -219,7 +220,7 @@ class WorkerSettings(Program):
             useless = [name for name in _OF_ISLANDS if getattr(self, name) != getattr(type(self), name)]
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in useless)
             need(not useless, f"{flags}: there is no island; give --island or --island-member too, or leave it out")
-        given = [name for name in ("join_file", "join", "server") if getattr(self, name) is not None]
+        given = [name for name in self.alternatives if getattr(self, name) is not None]
         need(bool(given), "--join-file or --server is missing: the coordinator prints the whole command")
         need(len(given) < 2, f"{' and '.join(given)} both say where the coordinator is; leave out one of them")
 

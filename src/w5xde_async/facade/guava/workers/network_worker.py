@@ -33,7 +33,7 @@ from w5xde_async.facade.calling import (
 )
 from w5xde_async.facade.guava.config import WORDS, DistributedConfig
 from w5xde_async.net.interfaces import address_of
-from w5xde_async.net.token import SECRETS
+from w5xde_async.net.token import JOINING
 from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.runtime import Runtime
 from w5xde_async.wire.messages import Rendezvous, Volunteer, Welcome
@@ -170,7 +170,7 @@ class NetworkWorker:
         ]  # fmt: skip
         if self._interface:
             arguments += ["--island-interface", self._interface]
-        environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
+        environment = {name: value for name, value in os.environ.items() if name not in JOINING}
         if self._place.found is not None and (not server or "://" in server):
             arguments += ["--join-file", str(self._place.found)]
         elif "://" in server:
