@@ -295,6 +295,18 @@ def test_the_script_alone_makes_its_directory_for_its_user_alone(
     assert f"--output={slurm}/50%%a/worker-%A-%a.log" in second
 
 
+def test_two_runs_of_one_name_have_workers_of_two_names(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of one is not to end those of the other."""
+    found = set()
+    for folder in ("a", "b"):
+        (slurm / folder).mkdir()
+        monkeypatch.chdir(slurm / folder)
+        main(["launch", "slurm", "train.py:job", "--workers", "3", *OPTIONS])
+        _, array = asked(slurm)
+        found |= {word for word in array if word.startswith("--job-name=train-worker-")}
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize("role", ["coordinator", "worker"])
 @pytest.mark.parametrize("code", [0, 1, 75])
 def test_slurm_has_who_was_told_to_go_again_in_its_queue(
@@ -304,7 +316,7 @@ def test_slurm_has_who_was_told_to_go_again_in_its_queue(
         monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     main(["launch", "slurm", "train.py:job", "--workers", "3", *OPTIONS])
-    asked(slurm)
+    _, array = asked(slurm)
     (slurm / "codes").write_text(f"{code}\n")
     ended = subprocess.run(["bash", slurm / "runs/train/train.sh", role], check=False)
     assert ended.returncode == code
@@ -316,7 +328,8 @@ def test_slurm_has_who_was_told_to_go_again_in_its_queue(
         if code != 75:  # who waits in the queue, or has not heard of the end, would look for it in vain
             waiting, pause, running = rest.pop(0), rest.pop(0), rest.pop(0)
             assert (waiting[0], running[0]) == ("scancel", "scancel")
-            assert {"--name=train-worker", "--state=PENDING"} <= set(waiting)
+            name = next(word for word in array if word.startswith("--job-name=")).replace("--job", "-")
+            assert {name, "--state=PENDING"} <= set(waiting)
             assert pause == ["sleep", "60"]
             assert set(waiting) - set(running) == {"--state=PENDING"}
     else:

@@ -6,6 +6,7 @@ to go by a signal, end with 75 and are put into the queue again.
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import shutil
 import subprocess
@@ -25,9 +26,11 @@ def script(plan: Plan) -> str:
     coordinator = [
         *python, "w5xde_async.coordinator", *plan.train, "--host", "0.0.0.0", "--port", "0", "--run-dir", str(run_dir),
     ]  # fmt: skip
+    which = hashlib.blake2b(str(run_dir).encode(), digest_size=4).hexdigest()
     worker = [*python, "w5xde_async.worker", "--join-file", join, "--connect-timeout", _PATIENCE, *plan.compute]
     return fill(
-        "slurm.sh", file=f"{plan.name}.sh", name=plan.name, run_dir=shlex.quote(str(run_dir)), workers=plan.workers,
+        "slurm.sh", file=f"{plan.name}.sh", name=plan.name,
+        worker_jobs=f"{plan.name}-worker-{which}", run_dir=shlex.quote(str(run_dir)), workers=plan.workers,
         cpus=plan.cpus, gpus=f" --gpus-per-task={plan.gpus}" if plan.gpus else "",
         megabytes=max(1, plan.memory_bytes >> 20), drained=int(ExitCode.DRAINED), coordinator=shlex.join(coordinator),
         worker=shlex.join(worker), goodbye_s=_GOODBYE_S,

@@ -6,6 +6,7 @@
 # SBATCH_ACCOUNT and SBATCH_TIMELIMIT in the environment.
 set -u
 name=@@name
+workers=@@worker_jobs # no other run's have this name, not those of one of the same name in another directory
 run=@@run_dir
 
 submit() {
@@ -22,7 +23,7 @@ again() {
 }
 
 grow() {
-  submit --job-name="$name-worker" --cpus-per-task=@@cpus@@gpus --array="1-$1" --signal=USR1@120 \
+  submit --job-name="$workers" --cpus-per-task=@@cpus@@gpus --array="1-$1" --signal=USR1@120 \
     --output="${run//%/%%}/worker-%A-%a.log" "$script" worker
 }
 
@@ -40,9 +41,9 @@ coordinator)
   srun --ntasks=1 @@coordinator
   code=$?
   if [ "$code" -ne @@drained ]; then # it is over: who has not heard that from it would look for it in vain
-    scancel --quiet --user="$(id -un)" --name="$name-worker" --state=PENDING
+    scancel --quiet --user="$(id -un)" --name="$workers" --state=PENDING
     sleep @@goodbye_s
-    scancel --quiet --user="$(id -un)" --name="$name-worker"
+    scancel --quiet --user="$(id -un)" --name="$workers"
   fi
   again "$code"
   ;;
