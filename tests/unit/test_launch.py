@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import kubernetes_validate
 import pytest
@@ -352,6 +353,28 @@ def test_the_script_for_ray_says_the_plan(capsys: pytest.CaptureFixture[str]) ->
     assert Plan(**given) == plan(
         gpus=2, memory_bytes=4 << 30, options=OPTIONS[1:], worker_options=("--island", "fsdp=2")
     )
+
+
+def test_no_run_on_ray_takes_the_actors_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose name begins as those of its workers, or is one."""
+    pytest.importorskip("ray")
+    from w5xde_async.launch import on_ray
+
+    made: list[str] = []
+
+    def actor(name: str, *_: object, **__: object) -> mock.MagicMock:
+        assert name not in made
+        made.append(name)
+        return mock.MagicMock()
+
+    ray = mock.MagicMock()
+    ray.util.list_named_actors = lambda **_: [{"name": name, "namespace": "w5xde"} for name in made]
+    monkeypatch.setattr(on_ray, "ray", ray)
+    monkeypatch.setattr(on_ray, "_actor", actor)
+    for name in ("mnist-worker-lr3", "mnist-worker-0", "mnist"):
+        with on_ray.Fleet(plan(name=name, workers=2)) as fleet:
+            assert len(fleet.workers) == 2
+    assert len(made) == 9
 
 
 def test_a_coordinator_that_an_engine_keeps_tells_nobody_its_own_command() -> None:

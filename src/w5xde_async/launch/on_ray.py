@@ -110,6 +110,7 @@ class Fleet:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._prefix = f"{plan.name}.worker-"  # no run has a dot in its name: none is called as a worker of another
         self._coordinator: Any = None
         self._end: Any = None
         self._workers: dict[str, Any] = {}
@@ -124,11 +125,12 @@ class Fleet:
         arguments = [*plan.train, "--run-dir", str(plan.run_dir)]
         self._coordinator = _actor(plan.name, "coordinator", arguments, num_cpus=0)
         self._end = self._coordinator.run.remote()
-        prefix = f"{plan.name}-worker-"
         known = (
             one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == _NAMESPACE
         )
-        self._workers = {name: ray.get_actor(name, _NAMESPACE) for name in sorted(known) if name.startswith(prefix)}
+        self._workers = {
+            name: ray.get_actor(name, _NAMESPACE) for name in sorted(known) if name.startswith(self._prefix)
+        }
         self.scale(plan.workers)
         return self
 
@@ -144,7 +146,7 @@ class Fleet:
         """Have so many workers: more wait for room where there is none, and the last ones leave in good order."""
         plan, number = self._plan, 0
         while len(self._workers) < count:
-            name = f"{plan.name}-worker-{number}"
+            name = f"{self._prefix}{number}"
             number += 1
             if name not in self._workers:
                 self._workers[name] = worker = _actor(
