@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 import torch
 from tests.support import jobs
@@ -173,6 +174,20 @@ def test_same_bits_with_a_schedule(name: str, optimizer: str) -> None:
     expected = train(mine, own, nothing, scheduler.step if scheduler else nothing)
     found = train(theirs, built, lambda step: set_scheduled(built, description["scheduled"], rows[step]), nothing)
     assert found == expected
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """A user's own schedule comes by them, of which torch takes any."""
+    model = nn.Linear(2, 1)
+    layout = Layout.of(model)
+    optimizer = O.AdamW(model.parameters(), lr=np.float32(0.5), betas=(np.float64(0.5), 0.75))  # type: ignore[arg-type]
+    (group,) = describe_inner(optimizer, layout, model)["groups"]
+    assert (type(group["lr"]), group["lr"]) == (float, 0.5)
+    assert list(map(type, group["betas"])) == [float, float]
+    cosine = schedules.LambdaLR(optimizer, lambda step: np.cos(np.pi * step / 4))
+    rows = Schedule(optimizer, cosine).rows(0, 4)
+    assert rows == [[pytest.approx(0.5 * math.cos(math.pi * step / 4))] for step in range(4)]
+    assert all(type(number) is float for row in rows for number in row)
 
 
 def test_how_far_a_step_goes_by_its_rates() -> None:

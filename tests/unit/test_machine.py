@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from w5xde_async.compute.machine import machine_memory_bytes, usable_cores
+from w5xde_async.compute.machine import available_memory_bytes, machine_memory_bytes, usable_cores
 from w5xde_async.coordinator import __main__ as coordinator
 from w5xde_async.openmp import keep_to
 from w5xde_async.worker import __main__ as worker
@@ -43,6 +43,33 @@ def test_the_least_limit_counts(groups: str, files: dict[str, str], expected: in
     plain = machine_memory_bytes(tmp_path / "nothing")
     assert plain > 1 << 26
     assert machine_memory_bytes(made(tmp_path, groups, files)) == (plain if expected is None else expected)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", {"memory.max": "5000000", "memory.current": "3000000"}, 2000000),
+        ("0::/\n", {"memory.max": "5000000", "memory.current": "9000", "memory.stat": "inactive_file 7000"}, 4998000),
+        ("0::/\n", {"memory.max": "5000000", "memory.current": "6000000"}, 0),
+        ("0::/\n", {"memory.max": "max", "memory.current": "3000000"}, 8000 << 10),
+        ("0::/a\n", {"memory.max": "4000000", "memory.current": "1000000", "a/memory.max": "3500000"}, 3000000),
+        (
+            "4:memory:/\n",
+            {
+                "memory/memory.limit_in_bytes": "5000000", "memory/memory.usage_in_bytes": "3000000",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 500\n",
+            },
+            2000500,
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_group_has_used_is_not_available(
+    groups: str, files: dict[str, str], expected: int, tmp_path: Path
+) -> None:
+    """But for files that are kept until their memory is wanted."""
+    told = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    root = made(tmp_path, groups, {**told, "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n"})
+    assert available_memory_bytes(root) == expected
 
 
 V1 = "sys/fs/cgroup/cpu"

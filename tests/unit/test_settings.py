@@ -10,6 +10,7 @@ import sys
 import tomllib
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 

@@ -159,6 +159,19 @@ def test_where_a_coordinator_is_asks_for_no_device(monkeypatch: pytest.MonkeyPat
     assert settings.worker_devices() == ()
 
 
+async def test_whatever_a_worker_prints_it_is_heard_after_that(asked: Asked, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        async with LocalWorkers(0, address="a:1", reference="", devices=("cpu",)) as workers:
+            await begun(workers, 1, asked)
+            for odd in ("[" * 100_000, json.dumps({"event": "log", "level": ["error"], "message": [0]}), "9" * 5000):
+                asked.started[0].says.put_nowait(odd.encode() + b"\n")
+            said = json.dumps({"event": "log", "level": "error", "message": "after that"})
+            asked.started[0].says.put_nowait(said.encode() + b"\n")
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert caplog.messages == ["worker local-0: after that"]
+
+
 @pytest.mark.parametrize("join", ["", "w5xde://host:1?token=geheim"])
 async def test_a_worker_goes_to_who_has_started_it_whatever_environment_and_file_say(
     join: str, monkeypatch: pytest.MonkeyPatch, asked: Asked, tmp_path: Path

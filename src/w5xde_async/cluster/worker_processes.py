@@ -419,17 +419,15 @@ def _parse(line: str) -> tuple[int | None, str]:
     """Level and text; no level for what is only worth showing after a crash."""
     try:
         record = json.loads(line)
-    except ValueError:
+        if not isinstance(record, dict) or "message" not in record:
+            return None, line
+        text, named, source = (str(record.get(name)) for name in ("message", "level", "logger"))
+    except (ValueError, RecursionError):  # the job may print whatever it likes
         return None, line
-    if not isinstance(record, dict) or "message" not in record:
-        return None, line
-    text = str(record["message"])
     if record.get("event") != "log":
         return None, text
-    level = {"warning": logging.WARNING, "error": logging.ERROR, "critical": logging.CRITICAL}.get(
-        record.get("level", "")
-    )
-    if level is None or (level == logging.WARNING and str(record.get("logger")).startswith("w5xde_async.worker.")):
+    level = {"warning": logging.WARNING, "error": logging.ERROR, "critical": logging.CRITICAL}.get(named)
+    if level is None or (level == logging.WARNING and source.startswith("w5xde_async.worker.")):
         return logging.INFO, text  # about the link: the coordinator says that itself
     return level, text
 

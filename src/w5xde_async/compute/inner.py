@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def describe_inner(
 
 
 def _described(optimizer: str, name: str, value: Any) -> Any:
-    plain = list(value) if name in _PAIRS and isinstance(value, tuple | list) else value
+    plain = [_plain(one) for one in value] if name in _PAIRS and isinstance(value, tuple | list) else _plain(value)
     try:
         _check_option(name, plain)
     except ValueError as error:
@@ -164,15 +165,23 @@ class Schedule:
                 value = group[name][0] if name in _PAIRS else group[name]
                 if isinstance(value, Tensor):
                     raise JobError("optimizer", f"it has {value!r} as {name}", "give a plain number")
-                if not _is_number(value):
+                number = _plain(value)
+                if not _is_number(number):
                     hint = f"give plain numbers of at most {_MAX_NUMBER:g}"
                     raise JobError(owner, f"it {does.format(name)} {value!r}", hint)
-                self._numbers.append(value)
+                self._numbers.append(number)
 
     def _others(self) -> list[list[Any]]:
         """What a scheduler must leave alone."""
         names = [name for name in self._optimizer.defaults if name not in self.scheduled]
         return [[group[name] for name in names] for group in self._optimizer.param_groups]
+
+
+def _plain(value: Any) -> Any:
+    """As a float where it is a number of another library's: numpy's come of a user's own arithmetic."""
+    if type(value) in (int, float, bool) or not isinstance(value, Real):
+        return value
+    return float(value)
 
 
 # -- at the worker -----------------------------------------------------------------------------------------------

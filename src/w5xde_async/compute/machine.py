@@ -31,19 +31,36 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """What of it nobody uses now, as far as the system says so (Linux). Blocking."""
+    """What of it nobody uses now, in the whole machine and in its control groups, as far as the system says so (Linux).
+    Blocking."""
     fields = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
     value, _, unit = fields.get("MemAvailable", "").strip().partition(" ")
-    most = machine_memory_bytes(root)
-    return min(most, int(value) * 1024) if value.isdecimal() and unit == "kB" else most
+    most = min((machine_memory_bytes(root), *(limit - used for limit, used in _memory(root))))
+    return max(0, min(most, int(value) * 1024) if value.isdecimal() and unit == "kB" else most)
 
 
 def _memory_limits(root: Path) -> list[int]:
-    texts = [
-        _read(group / ("memory.max" if newer else "memory.limit_in_bytes")).strip()
-        for group, newer in _groups(root, "memory")
-    ]
-    return [int(text) for text in texts if text.isascii() and text.isdigit() and int(text)]
+    return [limit for limit, _ in _memory(root)]
+
+
+def _memory(root: Path) -> list[tuple[int, int]]:
+    """Of each group with a limit: that, and what it uses beside files that are kept until the memory is wanted."""
+    found = []
+    for group, newer in _groups(root, "memory"):
+        limit = _number(_read(group / ("memory.max" if newer else "memory.limit_in_bytes")))
+        if limit:
+            used = _number(_read(group / ("memory.current" if newer else "memory.usage_in_bytes")))
+            name = "inactive_file " if newer else "total_inactive_file "
+            lines = _read(group / "memory.stat").splitlines()
+            kept = sum(_number(line.removeprefix(name)) for line in lines if line.startswith(name))
+            found.append((limit, max(0, used - kept)))
+    return found
+
+
+def _number(text: str) -> int:
+    """0 of what is none."""
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def _quotas(root: Path) -> list[int]:
