@@ -265,7 +265,7 @@ def _fetch(job: Job, indices: Any, stream: StreamReader | None = None) -> Read:
 
 
 def _read_all(came: list[Any], job: Job, numbers: list[int], many: Callable[[list[int]], Any] | None) -> Any:
-    """The samples, at once by ``many`` of a dataset that has it. Otherwise those that ``came`` are there if one raises."""
+    """The samples, at once by ``many`` of a dataset that has it. Else those that ``came`` are there when one raises."""
     if many is None:
         for number in numbers:
             came.append(job.dataset[number])  # noqa: PERF401
