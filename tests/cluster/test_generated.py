@@ -154,7 +154,8 @@ def test_what_counts_of_a_worker_that_then_breaks_the_protocol_is_not_computed_a
         Scenario(samples=64, batch=8, microbatch=4, workers=2, min_workers=2, gate=True, ahead=1,
                  faults=(Fault(JUDGED, 0.7),), seed=463),
         # It was compared in a thread meanwhile, and ruled on twice.
-        Scenario(samples=43, workers=2, min_workers=2, gate=True, faults=(Fault(JUDGED, 3.4),), as_if_big=True, seed=153),
+        Scenario(samples=43, workers=2, min_workers=2, gate=True, as_if_big=True, faults=(Fault(JUDGED, 3.4),),
+                 seed=153),
     ],
 )  # fmt: skip
 def test_what_is_no_number_is_judged_and_whoever_sends_it_may_break_the_protocol_meanwhile(scenario: Scenario) -> None:
