@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,11 @@ from w5xde_async.coordinator.run import run as run_module
 from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.run.strategy_chooser import StrategyChooser
 from w5xde_async.coordinator.service import Coordinator, RunResult
-from w5xde_async.errors import JobError
+from w5xde_async.coordinator.sync.training import SyncTraining
+from w5xde_async.errors import JobError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.plan.pacing import Pacing, PacingConfig
-from w5xde_async.plan.strategy_choice import PAIRS, Figures, Situation
+from w5xde_async.plan.strategy_choice import PAIRS, Choice, Figures, Situation
 from w5xde_async.telemetry.events import StepCommitted, Warned
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import Lease
@@ -360,6 +362,65 @@ def test_a_choice_that_promises_little_more_than_is_seen_is_not_made() -> None:
     """Over 20 MB/s rounds of local steps would compute 91 % of the time."""
     assert not Watched(up_bytes_s=1e10).minutes(60, 0.78, 2e7)[0]
     assert [choice.update for choice in Watched(up_bytes_s=1e10).minutes(60, 0.6, 2e7)[0]] == ["local"]
+
+
+@pytest.mark.parametrize("at", ["workers leave", "strategy", "training is closed", "evaluation"])
+async def test_what_fails_while_the_rule_changes_ends_the_run(
+    at: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The training that stopped for it tells nobody any more."""
+    changing, before = threading.Event(), list[Any]()
+    leave, change, close = run_module.gone, run_module.change_strategy, SyncTraining.aclose
+
+    def choose(self: StrategyChooser, training: Any) -> Choice | None:
+        if before or training.progress < 3:
+            return None
+        before.append(training)
+        return Choice(
+            update="async", codec="raw", downlink="", inner_steps=0, fragments=1, delay=0, leases_ahead=2,
+            utilization=0.5, reason="planted",
+        )  # fmt: skip
+
+    def fail(here: str) -> None:
+        if at == here and before:
+            before[0].lifecycle.fail(W5xdeError("planted"))
+
+    async def gone(training: Any) -> None:
+        changing.set()
+        await leave(training)
+        fail("workers leave")
+
+    def change_strategy(*args: Any) -> Any:
+        loop.call_soon_threadsafe(fail, "strategy")
+        return change(*args)
+
+    async def aclose(self: SyncTraining) -> None:
+        await close(self)
+        fail("training is closed")
+
+    def evaluate(model: torch.nn.Module) -> dict[str, float]:
+        assert changing.wait(20)
+        return {"loss": 1.0}
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(StrategyChooser, "after_commit", choose)
+    monkeypatch.setattr(StrategyChooser, "tick", lambda *_: (None, ""))
+    monkeypatch.setattr(run_module, "gone", gone)
+    monkeypatch.setattr(run_module, "change_strategy", change_strategy)
+    monkeypatch.setattr(SyncTraining, "aclose", aclose)
+    job = jobs.mlp_sgd()
+    if at == "evaluation":
+        job = replace(job, evaluate=evaluate, evaluate_every=3, keep_best="max accuracy")
+    expected = r"evaluate gives no 'max accuracy'" if at == "evaluation" else "planted"
+    async with Coordinator(job, run_dir=tmp_path / "run", config=settings(auto=True)) as coordinator:
+        working = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER).run())
+        with pytest.raises(W5xdeError, match=expected):
+            await asyncio.wait_for(coordinator.wait(), 30)
+        assert coordinator._run is not None
+        assert coordinator._run.training.progress == 3
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 @pytest.mark.slow

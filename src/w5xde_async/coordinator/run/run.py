@@ -46,6 +46,12 @@ async def gone(training: Training) -> None:
                 await next(iter(training.roster.sessions.values())).gone()
 
 
+def _raise_failure(training: Training) -> None:
+    """Raise what a training that has ended has failed with since, if it has."""
+    if (failure := training.phase.lifecycle.failure) is not None:
+        raise failure
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnvironment:
     """Where a run takes place. ``reference``: how other processes load the job; "" where they cannot."""
@@ -94,7 +100,7 @@ class Run:
         if config.auto:
             kept = self._strategy.update if resume.step and self._strategy.update.rule != "sync" else None
             self._chooser = StrategyChooser(self._batch_leaves, self._spec.possible, kept=kept)
-        self._next: Choice | None = None  # what was chosen, where it needs another training
+        self._next: Choice | None = None  # what was chosen, where it needs another training, until that is there
         bus, spec, files = environment.bus, self._spec, self._spec.files
         best_model = None
         if files is not None and spec.job.keep_best is not None:
@@ -135,10 +141,11 @@ class Run:
                 await training.run()
             finally:
                 tracing.cancel()
-            choice, self._next = self._next, None
+            choice = self._next
             if choice is None or self._stopping or training.progress >= training.total_steps:
                 return
             await self._change(choice)
+            self._next = None
             if self.training is training:
                 return
 
@@ -223,8 +230,9 @@ class Run:
 
     def _has_no_best(self, error: JobError) -> None:
         """The first evaluation lacks the metric that ``keep_best`` names. A run that is over does not fail of it."""
-        training = self.training
-        if training.phase.lifecycle.ends or training.progress >= training.total_steps:
+        training = self.training  # which also stops where another is to follow it
+        over = self._stopping or training.progress >= training.total_steps
+        if over or training.phase.lifecycle.failure is not None:
             self._environment.bus.publish(Warned(text=str(error)))
         else:
             self._fail(error)
@@ -308,7 +316,7 @@ class Run:
     async def _change(self, choice: Choice) -> None:
         """Go on by another rule, or by this one where the job turns out not to fit the other.
 
-        Every lease was given back; workers connect anew.
+        Every lease was given back; workers connect anew. Raises what has failed meanwhile: nobody else looks.
         """
         before, bound = self.training, self._memory_bound_bytes()
         num_workers = len(before.roster.sessions)
@@ -317,8 +325,11 @@ class Run:
         for session in tuple(before.roster.sessions.values()):
             session.abort("it did not leave when the update rule changed")
             await session.gone()
+        _raise_failure(before)
         await self.checkpointing.settle()
+        _raise_failure(before)
         await self.evaluation.settle()
+        _raise_failure(before)
         if self.evaluation.ended_at >= 0:  # ``stop_when`` has finished the run
             return
         step, samples = before.progress, before.phase.samples_applied
@@ -334,6 +345,7 @@ class Run:
             if (unlike := self.config.unlike_results(update)) is not None:
                 self._warn(unlike)
             self.config = replace(self.config, update=update)
+        _raise_failure(before)  # now: what is still to be saved needs the thread that owns the parameters
         await before.aclose()
         history = History(
             step=step, samples=samples, loss=before.phase.last_loss, counts=before.phase.totals(),
@@ -341,6 +353,8 @@ class Run:
             contributions=before.roster.contributions,
         )  # fmt: skip
         self.training = self._begin(history)
+        if (failure := before.phase.lifecycle.failure) is not None:
+            self._fail(failure)
         self.training.roster.programs.go_on_from(before.roster.programs)
         self.training.pacing.lead(leases_ahead)
         self._tell_bound(bound, num_workers)
