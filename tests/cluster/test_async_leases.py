@@ -20,6 +20,7 @@ from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.training import NonFinite, RunContext
 from w5xde_async.data.loader import Loader
+from w5xde_async.errors import LocalError
 from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.job import build_model
 from w5xde_async.params.layout import Layout
@@ -87,6 +88,15 @@ async def rounds(**config: Any) -> AsyncIterator[AsyncRun]:
         yield run
     finally:
         await run.aclose()
+
+
+async def test_a_fault_of_ours_when_an_order_is_there_ends_the_run() -> None:
+    """The event loop would log it, and go on without it."""
+    async with rounds() as run:
+        run.training.scheduler._assign = lambda only: int("planted")
+        run.training.scheduler._prefetch._on_ready()
+        with pytest.raises(LocalError, match=r"ValueError: .*planted"):
+            await asyncio.wait_for(run.running, 5)
 
 
 async def answer(worker: Scripted, lease: Lease, *, value: float | None = None, loss: float = 1.0) -> Verdict:

@@ -308,6 +308,30 @@ async def test_a_fault_of_ours_while_a_member_is_served_ends_the_run(monkeypatch
         await asyncio.gather(working, return_exceptions=True)
 
 
+@pytest.mark.parametrize("called", ["order is there", "later", "given back"])
+async def test_a_fault_of_ours_where_the_event_loop_calls_ends_the_run(called: str) -> None:
+    """It would be logged by the loop, and the run go on without what was to be done."""
+
+    def broken(*_: object) -> None:
+        raise AttributeError("planted")
+
+    async with scripted() as run:
+        training: Any = run.training
+        training.schedule = broken
+        if called == "order is there":
+            training._ordering._on_ready()
+        elif called == "later":
+            training._look_again_at(run.now, run.now)
+        elif called == "given back":
+            training.scheduler.gave_back = lambda: True
+            training._lease_anew()
+        async with asyncio.timeout(5):
+            while training.lifecycle.failure is None:  # noqa: ASYNC110 - a failure has no event of its own
+                await asyncio.sleep(0.001)
+        assert isinstance(training.lifecycle.failure, LocalError)
+        assert "AttributeError: planted" in str(training.lifecycle.failure)
+
+
 async def test_a_worker_that_waits_for_its_program_when_the_run_ends_is_done() -> None:
     """It has been told that the run is finished: it does not look for the coordinator any more."""
     config = settings(code_free=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 
 from w5xde_async.codecs.registry import codec
-from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher
+from w5xde_async.coordinator.parameters.delta_publisher import CatchUp, DeltaPublisher
+from w5xde_async.coordinator.parameters.owner import ParameterOwner
 from w5xde_async.coordinator.parameters.publisher import Piece
+from w5xde_async.coordinator.training import Lifecycle
 from w5xde_async.errors import FrameTooLarge
 from w5xde_async.hub.members.session import Session
 from w5xde_async.params.flat import FlatState
@@ -238,6 +241,61 @@ def test_an_island_whose_head_is_gone_is_told_nothing_while_its_other_ranks_are_
     worker.pass_all()
     run.check(worker)
     assert not head.waiting
+
+
+class Copying:
+    """The parameters' thread, which does what it was given when a test says so."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[asyncio.Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.asked.append((future, call))
+        return future
+
+    async def go_on(self) -> None:
+        future, call = self.asked.pop(0)
+        try:
+            future.set_result(call())
+        except ValueError as error:
+            future.set_exception(error)
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+async def test_an_island_whose_head_ends_while_what_it_lacks_is_copied_keeps_nothing_from_others(awaited: bool) -> None:
+    run, worker, head, lifecycle, copying = Run("int4"), Worker(), Worker(), Lifecycle(float), Copying()
+    catch_up = CatchUp(run.publisher, cast(ParameterOwner, copying), lifecycle)
+    run.publisher.join(head.session)
+    run.publisher.join(worker.session)
+    sending = asyncio.ensure_future(catch_up.send(run.publisher.due)) if awaited else None
+    if sending is None:
+        catch_up.begin()
+    await asyncio.sleep(0)
+    run.publisher.forget(head.session)
+    await copying.go_on()
+    if sending is not None:
+        assert await sending == ([worker], [worker])
+    assert lifecycle.failure is None
+    assert not head.waiting
+    worker.pass_all()
+    run.check(worker)
+
+
+async def test_what_cannot_be_copied_for_those_that_are_behind_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, worker, lifecycle, copying = Run("int4"), Worker(), Lifecycle(float), Copying()
+    catch_up = CatchUp(run.publisher, cast(ParameterOwner, copying), lifecycle)
+    run.publisher.join(worker.session)
+    for broken in ("copy", "send_lacking"):  # in the thread, and on the loop
+        lifecycle.failure = None
+        with monkeypatch.context() as patch:
+            patch.setattr(run.publisher, broken, lambda *_: int("none"))
+            catch_up.begin()
+            await copying.go_on()
+        assert "ValueError" in str(lifecycle.failure)
 
 
 def test_deltas_wait_behind_the_whole_and_nothing_is_taken_back() -> None:

@@ -31,13 +31,10 @@ from w5xde_async.coordinator.run.shutdown import Shutdown, ShutdownDeadline, dea
 from w5xde_async.coordinator.run.spec import Prepared
 from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.run_result import RunResult
-from w5xde_async.coordinator.training import Training
+from w5xde_async.coordinator.training import Training, ending
 from w5xde_async.errors import (
     DiskHangs,
-    JobError,
-    LocalError,
     StoreError,
-    UpdateFailed,
     UsageError,
     W5xdeError,
     in_one_line,
@@ -655,7 +652,7 @@ class Coordinator:
             try:
                 run.tick(now)
             except Exception as error:  # of the job's scheduler, or of ours: it ends the run, in good order
-                self._fail(_ending(error))
+                self._fail(ending(error))
             self._outputs.tick(now)
             if self._workers_failed and not self.num_workers:
                 self.request_stop(self._workers_failed)
@@ -681,7 +678,7 @@ class Coordinator:
             # a member's result: better no run than a wrong one.
             if not session.admitted_at:
                 raise
-            training.phase.lifecycle.fail(_ending(error))
+            training.phase.lifecycle.fail(ending(error))
 
     # -- the end -------------------------------------------------------------------------------------------
 
@@ -737,15 +734,6 @@ class Coordinator:
             yield
         except Exception as error:
             self.bus.publish(Warned(text=f"{what} could not be closed: {in_one_line(error)}"))
-
-
-def _ending(error: Exception) -> W5xdeError:
-    """What the run ends of: the error of the job's scheduler, when a lease was to be given, or a fault of ours."""
-    if isinstance(error, JobError | UpdateFailed):
-        return error
-    fault = LocalError(f"a fault of the coordinator itself: {type(error).__name__}: {error}")
-    fault.__cause__ = error
-    return fault
 
 
 def _lagging(update: UpdateConfig) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from w5xde_async.coordinator.verification_config import VerificationConfig
 from w5xde_async.data.loader import BlockData, Loader
-from w5xde_async.errors import LeafFailed, W5xdeError, headline
+from w5xde_async.errors import JobError, LeafFailed, LocalError, UpdateFailed, W5xdeError, headline
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.contributions import Contributions
 from w5xde_async.hub.members.liveness import Scheduling
@@ -193,6 +193,17 @@ class Lifecycle:
         self.failure = self.failure or error
         self.wake.set()
 
+    def guarded(self, call: Callable[..., object]) -> Callable[..., None]:
+        """``call`` for the event loop to make, which would log what it raises, and go on without it: that ends this."""
+
+        def guard(*given: Any) -> None:
+            try:
+                call(*given)
+            except Exception as error:
+                self.fail(ending(error))
+
+        return guard
+
     @contextmanager
     def failure_set_aside(self) -> Iterator[None]:
         """What is done inside is done as if nothing had failed before. An earlier failure still comes first."""
@@ -201,6 +212,16 @@ class Lifecycle:
             yield
         finally:
             self.failure = earlier or self.failure
+
+
+def ending(error: Exception) -> W5xdeError:
+    """What a run ends of where nothing should be raised: the error of the job's scheduler, when a lease was to be
+    given, or a fault of ours."""
+    if isinstance(error, JobError | UpdateFailed):
+        return error
+    fault = LocalError(f"a fault of the coordinator itself: {type(error).__name__}: {error}")
+    fault.__cause__ = error
+    return fault
 
 
 _NUMBER = re.compile(r"\d+")  # of a sample, a size: most causes name one

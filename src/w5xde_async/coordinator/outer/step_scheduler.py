@@ -45,7 +45,7 @@ class StepScheduler:
         self._context, self._phase, self._roster, self._lifecycle = context, phase, phase.roster, phase.lifecycle
         self._ledger, self._pacing, self._publisher = ledger, pacing, publisher
         self._sampler, self._inner_schedule = context.sampler, inner_schedule
-        self._prefetch = EpochPrefetch(context.sampler, self.schedule, phase.lifecycle.fail)
+        self._prefetch = EpochPrefetch(context.sampler, phase.lifecycle.guarded(self.schedule), phase.lifecycle.fail)
         self._local, self._streams = update.local, update.rule == "streaming"
         self._with_quorum = update.rule in ("local", "streaming")
         self.fragments = bucket_fragments(context.layout, update.fragments if self._streams else 1)  #: their buckets

@@ -71,7 +71,7 @@ class OuterTraining:
             layout, context.state, update.downlink_codec, version=rule.version, wake=self.lifecycle.wake.set
         )
         self.aggregator = OuterAggregator(context, rule, self.intake, self.publisher)
-        self._catching_up = CatchUp(self.publisher, self.aggregator, self.roster.sessions, self.lifecycle.fail)
+        self._catching_up = CatchUp(self.publisher, self.aggregator, self.lifecycle)
         self.scheduler = StepScheduler(context, self.phase, self.ledger, self.pacing, self.publisher, schedule)
         self._sampler, self._inner_schedule = context.sampler, schedule
         self.local_steps, self._fragments = self.scheduler.local_steps, self.scheduler.fragments

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,6 +27,7 @@ import torch
 from w5xde_async.codecs.codec import BytePool, Codec
 from w5xde_async.coordinator.parameters.owner import ParameterOwner
 from w5xde_async.coordinator.parameters.publisher import Piece
+from w5xde_async.coordinator.training import Lifecycle
 from w5xde_async.hub.members.island import Island
 from w5xde_async.hub.members.session import Session
 from w5xde_async.openmp import side_by_side
@@ -158,6 +159,11 @@ class DeltaPublisher:
         self._ways.pop(session, None)
         self._due.pop(session, None)
 
+    def knows(self, session: Session) -> bool:
+        """Whether it has joined and has not ended. An island's head is forgotten when its link ends, and a member until
+        those of all ranks have."""
+        return session in self._ways
+
     def catch_up(self, session: Session) -> None:
         """The worker is to be sent what it lacks when all that is on its way to it has left."""
         way = self._ways.get(session)
@@ -196,7 +202,6 @@ class DeltaPublisher:
     ) -> None:
         """Queue a version that ``advance`` made, for those of ``sessions`` that follow; everybody else lacks it."""
         self._version = version
-        # An island's head is forgotten when its link ends, and a member until those of all ranks have.
         told_to = [(session, way) for session in sessions if (way := self._ways.get(session)) is not None]
         for session, way in told_to:
             self._unsent(session, way)
@@ -309,13 +314,10 @@ class CatchUp:
     at a time, and one more where a commit came between.
     """
 
-    def __init__(
-        self, publisher: DeltaPublisher, parameters: ParameterOwner, sessions: Mapping[str, Session],
-        fail: Callable[[BaseException], None],
-    ) -> None:  # fmt: skip
-        """``sessions``: members by worker id. ``fail`` ends the run."""
-        self._publisher, self._parameters, self._sessions = publisher, parameters, sessions
-        self._fail, self._copying = fail, False
+    def __init__(self, publisher: DeltaPublisher, parameters: ParameterOwner, lifecycle: Lifecycle) -> None:
+        """``lifecycle``: of the training, which ends where a copy cannot be made or sent."""
+        self._publisher, self._parameters, self._lifecycle = publisher, parameters, lifecycle
+        self._copying = False
 
     async def send(self, due: Sequence[Session]) -> tuple[list[Session], list[Session]]:
         """Who was sent something, and which of them had nothing before."""
@@ -326,7 +328,7 @@ class CatchUp:
         """Somebody is due."""
         if not self._copying and not self._parameters.closed and (due := self._publisher.due):
             self._copying = True
-            self._copy(due).add_done_callback(partial(self._copied, due))
+            self._copy(due).add_done_callback(self._lifecycle.guarded(partial(self._copied, due)))
 
     def _copy(self, due: Sequence[Session]) -> asyncio.Future[tuple[int, list[Piece]]]:
         return self._parameters.submit(partial(self._publisher.copy, self._publisher.lacks(due)))
@@ -335,16 +337,13 @@ class CatchUp:
         self._copying = False
         if self._parameters.closed or copying.cancelled():
             return
-        if (error := copying.exception()) is not None:
-            self._fail(error)
-            return
         number, pieces = copying.result()
         if number == self._publisher.sent:  # else a commit came between
             self._queue(due, pieces)
         self.begin()
 
     def _queue(self, due: Sequence[Session], pieces: Sequence[Piece]) -> tuple[list[Session], list[Session]]:
-        here = [session for session in due if self._sessions.get(session.worker_id) is session]
+        here = [session for session in due if self._publisher.knows(session)]  # others have ended meanwhile
         new = [session for session in here if session.current_version < 0]
         self._publisher.send_lacking(here, pieces)
         return here, new

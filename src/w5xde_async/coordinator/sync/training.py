@@ -113,7 +113,7 @@ class SyncTraining:
         self.roster, self.lifecycle, self.verdicts = self.phase.roster, self.phase.lifecycle, self.phase.verdicts
         self.growing, self.rule = growing, rule
         self.sampler: Steps = context.sampler if growing is None else growing.plan
-        self._ordering = EpochPrefetch(self.sampler, self._order_came, self.lifecycle.fail)
+        self._ordering = EpochPrefetch(self.sampler, self.lifecycle.guarded(self._order_came), self.lifecycle.fail)
         self.version = first_step
         make = ResultVector if rule.on_device is None else rule.on_device.make_vector
         self.store, self._closing = BlockStore(layout, make=make), False
@@ -128,7 +128,7 @@ class SyncTraining:
         beside = in_place is not None and in_place.possible
         self.aggregator = Aggregator(context, rule, self.store, self.publisher, keep=keep, beside=beside)
         if deltas is not None:
-            catch_up = CatchUp(deltas, self.aggregator, self.roster.sessions, self.lifecycle.fail)
+            catch_up = CatchUp(deltas, self.aggregator, self.lifecycle)
         self._recomputation, self._in_place = recomputation, in_place
         self._sent_out = first_step  # which step workers compute although such steps are computed here
         self._data_s = self._compute_s = 0.0  # of the step under way: it waited for data, it was computed here
@@ -760,7 +760,9 @@ class SyncTraining:
             self._look_again.cancel()
             self._look_again = None
         if math.isfinite(at):
-            self._look_again = asyncio.get_running_loop().call_later(max(at - now, 0.001), self.schedule)
+            self._look_again = asyncio.get_running_loop().call_later(
+                max(at - now, 0.001), self.lifecycle.guarded(self.schedule)
+            )
 
     def data_came(self) -> None:
         self.lifecycle.wake.set()  # a step that is computed here may wait for it
@@ -771,7 +773,7 @@ class SyncTraining:
 
     def _lease_anew(self) -> None:
         if self.scheduler.gave_back():
-            asyncio.get_running_loop().call_soon(self.schedule)
+            asyncio.get_running_loop().call_soon(self.lifecycle.guarded(self.schedule))
 
     # -- WorkSource and Scheduling --------------------------------------------------------------------------
 
