@@ -37,7 +37,7 @@ from w5xde_async.errors import (
 from w5xde_async.hub.members.roster import Roster
 from w5xde_async.job import Job
 from w5xde_async.store.checkpoint import CheckpointStore
-from w5xde_async.telemetry.events import Bus, Event, RunFinished, StepCommitted, Warned
+from w5xde_async.telemetry.events import Bus, Event, RunFinished, StepCommitted, Warned, WorkerLeft
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Bye, ByeCode, Refusal
@@ -330,6 +330,26 @@ async def test_a_fault_of_ours_where_the_event_loop_calls_ends_the_run(called: s
                 await asyncio.sleep(0.001)
         assert isinstance(training.lifecycle.failure, LocalError)
         assert "AttributeError: planted" in str(training.lifecycle.failure)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+async def test_a_fault_of_ours_in_sending_ends_that_link_at_once(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would leave any more, and the worker be thought silent some time."""
+
+    def broken() -> None:
+        raise AttributeError("planted")
+
+    # The log would keep what was raised, and that the run's memory.
+    monkeypatch.setattr("w5xde_async.hub.members.session.logger.exception", lambda *_: None)
+    async with scripted() as run:
+        worker = await run.worker("a")
+        worker.session.outbox.post(encode(Bye(ByeCode.STOPPING, "")), sent=broken)
+        if not alone:
+            worker.session.outbox.post(encode(Bye(ByeCode.STOPPING, "x" * (1 << 19))))
+        await asyncio.wait_for(worker.session.ended.wait(), 5)
+        assert run.training.lifecycle.failure is None
+        (left,) = [event for event in run.events if isinstance(event, WorkerLeft)]
+        assert "by a bug of its own (AttributeError" in left.reason
 
 
 async def test_a_worker_that_waits_for_its_program_when_the_run_ends_is_done() -> None:

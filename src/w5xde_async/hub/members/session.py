@@ -480,6 +480,10 @@ class Session:
         writer = asyncio.create_task(self._write(), name=f"write {self.name}")
         try:
             await self._read()
+        except LinkLost:
+            if writer.done() and not writer.cancelled() and (error := writer.exception()) is not None:
+                raise error from None
+            raise
         finally:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
@@ -700,8 +704,12 @@ class Session:
 
     async def _write(self) -> None:
         # A link that breaks here breaks for the reader too, which knows the reason and what the peer said last.
-        with suppress(LinkLost):
-            await self.outbox.run()
+        try:
+            with suppress(LinkLost):
+                await self.outbox.run()
+        except Exception:  # of a ``sent``: nothing leaves any more, and the reader would go on
+            self.link.abort()
+            raise
 
     async def _refuse(self, code: RefusalCode, reason: str, hint: str) -> None:
         await self._say(encode(Refusal(code, reason, hint)))
