@@ -23,9 +23,10 @@ from w5xde_async.coordinator.durability import best
 from w5xde_async.coordinator.service import RunResult
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job
+from w5xde_async.params.layout import Layout
 from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.store.rundir import RunDir
-from w5xde_async.telemetry.events import Evaluated, Event, Warned
+from w5xde_async.telemetry.events import Bus, Evaluated, Event, Warned
 from w5xde_async.updates.config import UpdateConfig
 
 
@@ -236,6 +237,26 @@ async def test_a_cluster_gives_it(tmp_path: Path) -> None:
     assert cluster.best == result.best
     assert cluster.best is not None
     assert same(cluster.best.path, scored.state(1.0))
+
+
+async def test_a_write_that_another_sees_done_first_is_done_all_the_same(tmp_path: Path) -> None:
+    """At the end of a run that waits no longer for an evaluation, which itself waits for this write."""
+    model = nn.Linear(2, 2)
+    kept = best.BestModel(
+        "val_loss", Layout.of(model, bucket_bytes=4096), tmp_path / "best.safetensors", Filesystem(), Bus(), None
+    )
+    offering = asyncio.ensure_future(kept.offer(3, {"val_loss": 1.0}, model.state_dict()))
+    await asyncio.sleep(0)
+    assert kept._writing is not None
+    writing = kept._writing[1]
+    async with asyncio.timeout(10):
+        while not writing.done():  # noqa: ASYNC110 - whoever waits for it would be told after the other
+            await asyncio.sleep(0)
+    assert not offering.done()
+    await kept.save()
+    assert await offering
+    assert kept.best is not None
+    assert kept.best.value == 1.0
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ class _Found(NamedTuple):
 
 
 class BestModel:
-    """Keeps what ``Job.keep_best`` names. ``best`` is what the file holds. One call at a time.
+    """Keeps what ``Job.keep_best`` names. ``best`` is what the file holds. One ``offer`` at a time.
 
     Memory: the snapshot of the best, until it is written, and one that a disk which hangs was given.
     """
@@ -74,14 +74,14 @@ class BestModel:
         if self._writing is not None:
             self._say(found.step, "the disk still hangs")
             return
-        loop = asyncio.get_running_loop()
-        self._writing = found, loop.run_in_executor(None, self._write, found)
+        writing = asyncio.get_running_loop().run_in_executor(None, self._write, found)
+        self._writing = found, writing
         patience_s = _PATIENCE_S + self._layout.state_bytes / _SLOWEST_BYTES_S
-        await asyncio.wait([self._writing[1]], timeout=patience_s)
-        if self._writing[1].done():
-            self._written()
-        else:
+        await asyncio.wait([writing], timeout=patience_s)
+        if not writing.done():
             self._say(found.step, f"the disk hangs, for {patience_s:.0f} s")
+        elif self._writing is not None and self._writing[1] is writing:
+            self._written()  # unless whoever waits for nothing any more has seen it first
 
     def _written(self) -> None:
         assert self._writing is not None
