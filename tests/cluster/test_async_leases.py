@@ -143,6 +143,7 @@ async def test_a_step_that_is_never_finite_is_left_out_by_name() -> None:
         await asyncio.wait_for(run.running, 5)
         run.rounds.ledger.validate()
         assert run.applied() == {2.0}  # twice
+        assert not run.rounds.scheduler._unjudged  # nothing is kept of workers that have nothing there
         skipped = [event for event in run.committed() if event.skipped]
         assert [(event.samples, math.isnan(event.loss)) for event in skipped] == [(LEAVES, True)]
         assert run.rounds.progress == run.committed()[-1].step == 3

@@ -94,6 +94,8 @@ class StepScheduler:
     def judged(self, worker: str) -> None:
         """One of those results was judged."""
         self._unjudged[worker] -= 1
+        if not self._unjudged[worker]:
+            del self._unjudged[worker]
 
     def has_unjudged(self, worker: str) -> bool:
         """Whether a result of ``worker`` waits to be judged."""
