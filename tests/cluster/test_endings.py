@@ -23,6 +23,9 @@ from tests.support.scripted import scripted, settle
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from w5xde_async.coordinator.monitoring.status_sampler import StatusSampler
+from w5xde_async.coordinator.parameters.owner import ParameterOwner
+from w5xde_async.coordinator.run import shutdown
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import (
     JobError,
@@ -201,6 +204,43 @@ async def test_state_that_cannot_be_kept_ends_the_run_and_everybody_is_told(tmp_
     record, skipped = await asyncio.to_thread(CheckpointStore(tmp_path / "run" / "checkpoints").latest)
     assert (None if record is None else record.step) == (3 if every == 3 else None)
     assert not skipped
+
+
+@pytest.mark.parametrize("fails", ["snapshot", "save", "look", "export"])
+async def test_whatever_fails_beside_the_training_a_run_ends_in_good_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """The workers are told, the last checkpoint is written, and the end is announced."""
+    events, left = list[Event](), [1]
+    job = replace(jobs.mlp_sgd(), evaluate=lambda model: {"one": 1.0}, evaluate_every=2, max_steps=6, epochs=None)
+
+    def once(real: Any) -> Any:
+        def failing(*args: Any, **options: Any) -> Any:
+            if left and left.pop():
+                raise MemoryError("no room")
+            return real(*args, **options)
+
+        return failing
+
+    if fails == "snapshot":
+        monkeypatch.setattr(ParameterOwner, "snapshot", once(ParameterOwner.snapshot))
+    elif fails == "save":
+        monkeypatch.setattr(CheckpointStore, "save", once(CheckpointStore.save))
+    elif fails == "look":
+        monkeypatch.setattr(StatusSampler, "look", once(StatusSampler.look))
+    else:
+        monkeypatch.setattr(shutdown, "export_model", once(shutdown.export_model))
+    running = train(lambda: job, run_dir=tmp_path / "run", events=events, checkpoint_every=3)
+    if fails == "export":  # as where the model has a state_dict of its own
+        with pytest.raises(StoreError, match="the model was not written: MemoryError: no room"):
+            await running
+    else:
+        await running
+    (end,) = [event for event in events if isinstance(event, RunFinished)]
+    assert (end.outcome, end.step) == ("finished", 6)
+    assert max(await asyncio.to_thread(CheckpointStore(tmp_path / "run" / "checkpoints").steps)) == 6
+    said = [str(event) for event in events if "no room" in str(event)]
+    assert len(said) == (fails != "export")
 
 
 class Unclosable(IterableDataset[Any]):

@@ -30,6 +30,7 @@ from w5xde_async.coordinator.run.run import Run, RunEnvironment, RunHooks
 from w5xde_async.coordinator.run.shutdown import Shutdown, ShutdownDeadline, deadline_s
 from w5xde_async.coordinator.run.spec import Prepared
 from w5xde_async.coordinator.run.startup import prepare
+from w5xde_async.coordinator.run.tasks import RunTasks
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.training import Training, ending
 from w5xde_async.errors import (
@@ -595,8 +596,16 @@ class Coordinator:
         assert prepared is not None
         failure: BaseException | None = None
         result: RunResult | None = None
+        ends = False
+
+        def fell(error: Exception) -> None:
+            if ends:
+                self.bus.publish(Warned(text=f"while the run ended: {in_one_line(error)}"))
+            else:
+                self._fail(_ending(error))
+
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with RunTasks(fell) as tasks:
                 ticking = tasks.create_task(self._tick(run), name="tick")
 
                 told = ByeCode.STOPPING
@@ -619,6 +628,7 @@ class Coordinator:
                         failure = training.phase.lifecycle.failure
                 except Exception as error:  # the workers are told and the last commit is saved, whatever it was
                     failure = error
+                ends = True
                 ending = Shutdown(
                     prepared, run, self.bus, self._deadline, self._recorder,
                     elapsed=lambda: self._runtime.clock() - self._began, stopped=self._stopped,

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from w5xde_async.coordinator.durability.journal_writer import REMIND_S, RETRY_S, JournalWriter
 from w5xde_async.coordinator.training import Commit, ParametersNotFinite, Training
-from w5xde_async.errors import JobError, StoreError, W5xdeError
+from w5xde_async.errors import JobError, StoreError, W5xdeError, in_one_line
 from w5xde_async.openmp import release_helpers
 from w5xde_async.store.checkpoint import CheckpointStore, Record, SavedCheckpoint
 from w5xde_async.store.journal import Position
@@ -149,8 +149,13 @@ class Checkpointing:
         loop = asyncio.get_running_loop()
 
         def write() -> tuple[SavedCheckpoint, int]:
-            self._policy.before_save()
-            return store.save(record), min(store.steps())
+            try:
+                self._policy.before_save()
+                return store.save(record), min(store.steps())
+            except StoreError:
+                raise
+            except Exception as error:  # no memory for it, say: a later one may fare better
+                raise StoreError(f"checkpoint {step}", f"cannot save it: {in_one_line(error)}") from error
 
         try:
             record, pause_s, version = await copying

@@ -167,9 +167,10 @@ class Evaluation:
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
     async def _evaluate(self, evaluator: Evaluator, step: int, copying: asyncio.Future[dict[str, Tensor]]) -> None:
-        snapshot = await copying
         began = time.monotonic()
         try:
+            snapshot = await copying
+            began = time.monotonic()
             measuring = asyncio.get_running_loop().run_in_executor(self._thread, evaluator.measure, snapshot)
             metrics = await measuring
         except Exception as error:

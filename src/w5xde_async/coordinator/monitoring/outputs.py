@@ -10,12 +10,14 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from w5xde_async.coordinator.monitoring.config import MonitoringConfig
 from w5xde_async.coordinator.monitoring.status_sampler import StatusSampler
 from w5xde_async.coordinator.training import Training
+from w5xde_async.errors import in_one_line
 from w5xde_async.hub.members.access import Access
 from w5xde_async.net.endpoint import DASHBOARD_PORT, parse_address
 from w5xde_async.net.join import write_private_line
@@ -87,12 +89,19 @@ class Outputs:
     def tick(self, now: float) -> None:
         """Once a second or so."""
         if self._sampler is not None:
-            self._sampler.tick(now)
+            self._see(partial(self._sampler.tick, now))
 
     def look(self, now: float) -> None:
         """At once, for the end: what was seen last is what remains."""
         if self._sampler is not None:
-            self._sampler.look(now)
+            self._see(partial(self._sampler.look, now))
+
+    def _see(self, look: Callable[[], None]) -> None:
+        try:
+            look()
+        except Exception as error:
+            self._sampler = None  # it would fail of the same again
+            self._bus.publish(Warned(text=f"the state of the run is not shown any more: {in_one_line(error)}"))
 
     async def aclose(self) -> None:
         """Let viewers and trackers have the end of the run, then go. Calling it twice is fine."""

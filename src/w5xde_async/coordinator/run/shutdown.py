@@ -220,6 +220,8 @@ class Shutdown:
                 raise
             except (StoreError, OSError) as error:
                 return str(error)
+            except Exception as error:  # of a state_dict() of the model's own
+                return in_one_line(error)
             return ""
 
         writing = asyncio.get_running_loop().run_in_executor(None, write)
