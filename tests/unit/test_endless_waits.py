@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from tests.support import jobs
+from tests.support.cluster import settings
 from torch import nn
 
 from w5xde_async import Coordinator, CoordinatorConfig, Worker
@@ -23,7 +25,8 @@ from w5xde_async.errors import DiskHangs
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.tree import Block
-from w5xde_async.telemetry.events import Warned
+from w5xde_async.store.checkpoint import CheckpointStore
+from w5xde_async.telemetry.events import Event, RunFinished, Warned
 
 
 async def test_a_stop_ends_a_last_evaluation_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +53,53 @@ async def test_a_stop_ends_a_last_evaluation_that_hangs(monkeypatch: pytest.Monk
     finally:
         let_go.set()
     assert any("the last evaluation" in event.text for event in said)
+
+
+@pytest.mark.parametrize("hanging", ["step", "state_dict"])
+async def test_a_stop_ends_an_optimizer_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: str
+) -> None:
+    """Its thread is left to itself, and it is named, not the disk. Nothing that it may have half done is saved."""
+    monkeypatch.setattr(shutdown, "LEAST_S", 0.01)
+    monkeypatch.setattr("w5xde_async.coordinator.service.LEAST_S", 0.01)
+    monkeypatch.setattr("w5xde_async.coordinator.service.deadline_s", lambda *_: 0.05)
+    hangs, let_go, events = asyncio.Event(), threading.Event(), list[Event]()
+    loop = asyncio.get_running_loop()
+
+    class Hanging(torch.optim.SGD):
+        begun = False
+
+        def hang(self) -> None:
+            loop.call_soon_threadsafe(hangs.set)
+            let_go.wait(60)
+
+        def step(self, closure: Any = None) -> None:
+            Hanging.begun = True
+            if hanging == "step":
+                self.hang()
+            super().step(closure)
+
+        def state_dict(self) -> Any:
+            if Hanging.begun:
+                self.hang()
+            return super().state_dict()
+
+    job = replace(jobs.mlp_adamw(), optimizer=lambda model: Hanging(model.parameters(), 0.1), max_steps=1000)
+    config = settings(checkpoint_every=1, grace_s=0.05, heartbeat_s=0.05)
+    try:
+        async with Coordinator(job, run_dir=tmp_path / "run", config=config, callbacks=[events.append]) as coordinator:
+            working = asyncio.create_task(Worker(coordinator.address, job=job).run())
+            await hangs.wait()
+            coordinator.request_stop("Ctrl-C")
+            with pytest.raises(DiskHangs, match=r"^the job: its optimizer or scheduler \(step or state_dict\) did not"):
+                await asyncio.wait_for(coordinator.wait(), 30)
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+    finally:
+        let_go.set()
+    (end,) = [event for event in events if isinstance(event, RunFinished)]
+    assert (end.outcome, end.model_path) == ("stopped", "")
+    assert not await asyncio.to_thread(CheckpointStore(tmp_path / "run" / "checkpoints").steps)
 
 
 class _Loader:

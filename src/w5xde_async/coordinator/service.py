@@ -27,7 +27,7 @@ from w5xde_async.coordinator.durability.journal_writer import JournalWriter
 from w5xde_async.coordinator.memory_bound import EXTRA_LINKS, memory_bound_bytes
 from w5xde_async.coordinator.monitoring.outputs import Outputs
 from w5xde_async.coordinator.run.run import Run, RunEnvironment, RunHooks
-from w5xde_async.coordinator.run.shutdown import Shutdown, ShutdownDeadline, deadline_s
+from w5xde_async.coordinator.run.shutdown import LEAST_S, Shutdown, ShutdownDeadline, deadline_s
 from w5xde_async.coordinator.run.spec import Prepared
 from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.run.tasks import RunTasks
@@ -149,6 +149,7 @@ class Coordinator:
         self._workers_failed = ""  # why none of the workers that were started for this run is left
         self._stopped = asyncio.Event()
         self._stop_at = math.inf  # a step that is under way then is given up
+        self._patience: asyncio.Timeout | None = None  # with the training, while it goes on
         self._deadline = ShutdownDeadline(deadline_s(self.config.grace_s, 0), self._overdue)
 
     # -- life ----------------------------------------------------------------------------------------------
@@ -517,6 +518,7 @@ class Coordinator:
             on_quarantine=self._keep_out,
         )  # fmt: skip
         self._run = run = Run(prepared, config, environment, journal=self._journal, hooks=hooks)
+        self._deadline.culprit = run.hangs
         if files is not None:
             await loop.run_in_executor(None, files.directory.write_config, self._settings or {"name": self.name})
         if files is not None and self._record:
@@ -619,12 +621,13 @@ class Coordinator:
                         await self._listener.stop_accepting()  # else who comes now is told that it is over
 
                 try:
-                    await run.run(tasks)
+                    await self._train(run, tasks)
                     training = run.training
-                    if training.total_steps <= training.progress <= training.roster.contributions.steps_skipped:
+                    if self._deadline.error is not None:
+                        pass  # which is raised
+                    elif training.total_steps <= training.progress <= training.roster.contributions.steps_skipped:
                         failure = training.phase.nonfinite(training.progress, training.progress)  # nothing was learned
                     else:
-                        await run.check_parameters()
                         failure = training.phase.lifecycle.failure
                 except Exception as error:  # the workers are told and the last commit is saved, whatever it was
                     failure = error
@@ -652,6 +655,29 @@ class Coordinator:
         assert result is not None
         return result
 
+    async def _train(self, run: Run, tasks: asyncio.TaskGroup) -> None:
+        """To the end, a stop or a failure (which is raised); a stop waits only so long for the job's code."""
+        try:
+            async with asyncio.timeout(None) as self._patience:
+                await run.run(tasks)
+                await run.check_parameters()
+        except TimeoutError:
+            if self._patience is not None:  # it is the job's own
+                raise
+            run.training.aggregator.abandon()
+        finally:
+            self._patience = None
+
+    def _give_up(self, run: Run) -> None:
+        """A stop has waited long enough for the disk and, a moment later, for the job's code that holds up the step."""
+        hangs = run.hangs()
+        if run.abandon():
+            self._deadline.give_up("what the step under way has to write")
+        if hangs and self._patience is not None:
+            self._deadline.give_up(hangs, "the job")
+            self._patience.reschedule(asyncio.get_running_loop().time() + LEAST_S)
+            self._patience = None
+
     async def _tick(self, run: Run) -> None:
         config = self.config
         ends = math.inf if config.max_time_s is None else self._began + config.max_time_s
@@ -668,8 +694,8 @@ class Coordinator:
                 self.request_stop(self._workers_failed)
             if now >= ends:
                 self.request_stop(f"max_time of {config.max_time_s:.10g} s reached")
-            if now >= self._stop_at + self._deadline.left_s and run.abandon():
-                self._deadline.give_up("what the step under way has to write")
+            if now >= self._stop_at + self._deadline.left_s:
+                self._give_up(run)
 
     async def _on_link(self, link: Link) -> None:
         await self._open_to_links.wait()

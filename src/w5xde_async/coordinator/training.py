@@ -506,8 +506,15 @@ class Parameters(Protocol):
     def torn(self) -> bool:
         """An update broke off: the parameters are not those of any version, and must not be saved."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was submitted is done."""
+
     def submit(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
         """Run ``call`` in the thread that owns the parameters: between two commits, never inside one."""
+
+    def abandon(self) -> None:
+        """Nobody waits for an update under way: what comes of it are parameters of no version."""
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of every tensor, by entry name. To be submitted."""

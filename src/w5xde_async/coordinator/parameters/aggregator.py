@@ -127,7 +127,7 @@ class Aggregator(ParameterOwner):
     @property
     def is_quick(self) -> bool:
         """Whether the next update will be made on the loop: who waits for it need not do anything before."""
-        return self._small and self._update_s < _INLINE_UPDATE_S and self._idle and self._keep is None
+        return self._small and self._update_s < _INLINE_UPDATE_S and self.is_idle and self._keep is None
 
     def begin(self, plan: StepPlan, *, rate_factor: float = 1.0, measure: bool = False) -> None:
         """The next step. ``measure``: the halves of its sum, which no lease may span then."""
@@ -208,7 +208,7 @@ class Aggregator(ParameterOwner):
 
         try:
             made: tuple[Applied, list[Piece]] | None = None
-            if self._small and self._update_s < _INLINE_UPDATE_S and self._idle:
+            if self._small and self._update_s < _INLINE_UPDATE_S and self.is_idle:
                 # Whoever draws just now is waited for in the thread.
                 with Claim() if self.rule.may_draw else nullcontext(True) as mine:
                     made = apply_small() if mine else None

@@ -32,17 +32,22 @@ class ParameterOwner:
         self.closed = False  #: nothing may be submitted any more
         self._clock = context.clock
         self._executor = context.executor or ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
-        self._last: Future[Any] | None = None
+        self._calls: set[Future[Any]] = set()  # under way, and those that wait for the thread
 
     def submit(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
         """Run ``call`` in the thread that owns the parameters: between two commits, never inside one."""
-        self._last = future = self._executor.submit(call)
-        return asyncio.wrap_future(future)
+        return asyncio.wrap_future(self._begin(call))
 
     def post(self, call: Callable[[], object]) -> None:
         """As ``submit``, where nobody waits, and nothing is done any more once it is closed."""
         if not self.closed:
-            self._last = self._executor.submit(call)
+            self._begin(call)
+
+    def _begin(self, call: Callable[[], _T]) -> Future[_T]:
+        future = self._executor.submit(call)
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        return future
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of every tensor, by entry name. To be submitted."""
@@ -65,9 +70,13 @@ class ParameterOwner:
         await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
 
     @property
-    def _idle(self) -> bool:
-        """Whether everything that was submitted is done (first in, first out)."""
-        return self._last is None or self._last.done()
+    def is_idle(self) -> bool:
+        """Whether everything that was submitted is done."""
+        return not self._calls
+
+    def abandon(self) -> None:
+        """Nobody waits for an update under way: what comes of it are parameters of no version."""
+        self.torn = True
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

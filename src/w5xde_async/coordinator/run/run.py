@@ -195,6 +195,8 @@ class Run:
 
     def abandon(self) -> bool:
         """Wait for no disk and no evaluation any more. Whether anybody did."""
+        if self._looking is not None:
+            self._looking.cancel()
         return any(
             [
                 self.checkpointing.abandon(),
@@ -202,6 +204,10 @@ class Run:
                 self._journal is not None and self._journal.abandon(),
             ]
         )
+
+    def hangs(self) -> str:
+        """What of the job's code is under way where the parameters are changed and copied; "": nothing."""
+        return "" if self.training.aggregator.is_idle else "its optimizer or scheduler (step or state_dict)"
 
     async def aclose(self) -> None:
         """Free what the last phase has."""

@@ -1,10 +1,11 @@
 """The end of a run: who is told what, what is still saved, and how long that may take.
 
 Workers are told first, unless the run is finished: a worker that is told so exits, and until the last step is on the
-disk there may be steps to be done again. Everything at the end that may hang (the disk, a dataset's reads) shares one
-``ShutdownDeadline``. When it has passed, the end goes on without what hangs, and the run fails with ``DiskHangs``. A
-thread that hangs stays. The programs end their process all the same; in an application that embeds the coordinator
-the thread is the caller's to bear. Only the plot has a time of its own: a run is what it is without one.
+disk there may be steps to be done again. Everything at the end that may hang (the disk, a dataset's reads, the job's
+optimizer) shares one ``ShutdownDeadline``. When it has passed, the end goes on without what hangs, and the run fails
+with ``DiskHangs``. A thread that hangs stays. The programs end their process all the same; in an application that
+embeds the coordinator the thread is the caller's to bear. Only the plot has a time of its own: a run is what it is
+without one.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class ShutdownDeadline:
         self.left_s = left_s
         self.error: DiskHangs | None = None
         self._on_overdue = on_overdue
+        self.culprit: Callable[[], str] = str  #: what of the job's code holds up all else, whatever is waited for
 
     async def wait(self, waiting: Awaitable[_T], what: str, where: object = "the run directory") -> _T | None:
         """The result; None where it hangs and nobody waits any more (a thread is left to itself)."""
@@ -70,6 +72,8 @@ class ShutdownDeadline:
     def give_up(self, what: str, where: object = "the run directory") -> None:
         """``what`` hangs. Said once: what follows usually hangs too."""
         if self.error is None:
+            if culprit := self.culprit():
+                what, where = culprit, "the job"
             self.left_s, self.error = 0.0, DiskHangs(str(where), what)
             self._on_overdue(self.error)
 
@@ -119,11 +123,14 @@ class Shutdown:
         if not finished:
             await self._save()
         failed = failure or checkpointing.save_error
-        await training.aggregator.submit(lambda: None)  # nothing is being applied any more
+        applied = training.aggregator.submit(lambda: None)
+        await self._deadline.wait(applied, "the update under way", "the job")
+        if self._deadline.error is not None:
+            self._run.abandon()
         model_path = await self._export_model(failed, finished=finished)  # before evaluations, which may hang
         await self._evaluate(finished=finished)
         await gone(training)
-        digest = await training.aggregator.submit(spec.state.digest)
+        digest = await self._deadline.wait(training.aggregator.submit(spec.state.digest), "the digest", "the job") or ""
         metrics_path, plot_path = await self._draw(failed)
         self._look()  # the same figures as in RunFinished
         seconds = self._elapsed()
