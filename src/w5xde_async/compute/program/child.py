@@ -73,7 +73,9 @@ def _end_with_stdin() -> None:
 
 def _needed_to_import() -> list[str]:
     """Libraries, and what they ask of the system as they start."""
+    searched = os.environ.get("LD_LIBRARY_PATH", "").replace(";", ":").split(":")
     folders = {path for path in (*sys.path, sys.prefix, sys.base_prefix, sys.exec_prefix) if path}
+    folders.update(filter(os.path.isabs, searched))
     return [
         *folders, "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64", "/opt",
         "/etc/ld.so.cache", "/etc/ld.so.preload", "/proc", "/sys/devices/system", "/sys/fs/cgroup", "/sys/kernel/mm",

@@ -46,6 +46,7 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
 #: Calls whose arguments are looked at; see ``_program``.
 _LOOKED_AT: dict[str, tuple[int | None, int | None]] = {
     "clone": (56, 220), "clone3": (435, 435), "prctl": (157, 167), "tgkill": (234, 131), "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
 }  # fmt: skip
 #: What nothing that computes on CUDA takes either.
 _FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
@@ -62,7 +63,21 @@ _FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
     "open_by_handle_at": (304, 265), "kcmp": (312, 272), "process_madvise": (440, 440), "setuid": (105, 146),
     "setgid": (106, 144),
 }  # fmt: skip
-_CALLS = _ALLOWED | _LOOKED_AT | _FORBIDDEN
+#: What libraries may try and computing does without; there it fails. Landlock does not keep a process from files' modes
+#: and times, nor from other processes' limits and priorities.
+_DENIED: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
+    "setpriority": (141, 140), "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "shmget": (29, 194),
+    "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
+    "msgctl": (71, 187), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
+    "mq_open": (240, 180), "mq_unlink": (241, 181),
+}  # fmt: skip
+_CALLS = _ALLOWED | _LOOKED_AT | _FORBIDDEN | _DENIED
 
 _X86_64, _ARM64 = 0xC000003E, 0xC00000B7
 _MACHINES = {"x86_64": (0, _X86_64), "aarch64": (1, _ARM64)}
@@ -154,6 +169,9 @@ def _program(column: int, architecture: int, *, devices: bool) -> list[bytes]:
     for numbers in listed.values():
         if (known := numbers[column]) is not None:
             made += [step(_EQUAL, known, 0, 1), give(verdict)]
+    for numbers in _DENIED.values() if devices else ():
+        if (known := numbers[column]) is not None:
+            made += [step(_EQUAL, known, 0, 1), give(_ERRNO | errno.EPERM)]
     # Of some calls the arguments are looked at. Each block ends in a verdict.
     only = {
         # threads, and no processes; the newer call hides its flags in memory, and libraries know the older one
@@ -161,14 +179,24 @@ def _program(column: int, architecture: int, *, devices: bool) -> list[bytes]:
         "clone3": [give(_ERRNO | errno.ENOSYS)],
         # signals to itself: what abort() does
         "tgkill": [argument(0), step(_EQUAL, os.getpid(), 0, 1), give(_ALLOW), give(_KILL)],
+        "prlimit64": [  # to read limits, not to set them
+            argument(2),
+            step(_EQUAL, 0, 0, 3),
+            argument(2, 1),
+            step(_EQUAL, 0, 0, 1),
+            give(_ALLOW),
+            give(_KILL),
+        ],
     }
     if not devices:
         only["prctl"] = [  # names of threads and of memory
             argument(0), step(_EQUAL, _PR_SET_NAME, 1, 0), step(_EQUAL, _PR_SET_VMA, 0, 1), give(_ALLOW),
             give(_ERRNO | errno.EPERM),
         ]  # fmt: skip
-        only["prlimit64"] = [  # to read limits, not to set them
-            argument(2), step(_EQUAL, 0, 0, 3), argument(2, 1), step(_EQUAL, 0, 0, 1), give(_ALLOW), give(_KILL),
+    else:
+        only["sched_setaffinity"] = [  # of the thread that calls, or the first; others are not known from strangers
+            argument(0), step(_EQUAL, 0, 1, 0), step(_EQUAL, os.getpid(), 0, 1), give(_ALLOW),
+            give(_ERRNO | errno.EPERM),
         ]  # fmt: skip
     for name, block in only.items():
         if (known := _LOOKED_AT[name][column]) is not None:
