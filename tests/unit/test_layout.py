@@ -265,7 +265,9 @@ GOOD = [["w"], "grad", "float32", [2, 3]]
         text([["w"], "grad", "float32", [1.5]]), text([["w"], "grad", "float32", 7]),
         text([["w"], "grad", "float32", [True]]), text([5, "grad", "float32", [1]]),
         text([["w"], "grad", "float32", [2**62]]), text([["w"], "grad", "float32", [2**40] * 40]),
-        text([["w"], "grad", "float32", [2**24]], bucket_bytes=64),
+        text([["w"], "grad", "float32", [2**24]], bucket_bytes=64), text([["w"], "grad", "int64", [2]]),
+        text([["w"], "mean", "int64", [2]]), text([["w"], "max", "float32", [2]]), text([["w"], "grad", "half", [2]]),
+        text([["w"], "frozen", "complex64", [2]]), text([["w"], "grad", ["float32"], [2]]),
     ],
     ids=lambda value: value[:60].decode(errors="replace"),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import OrderedDict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -530,6 +531,12 @@ def test_lengths_are_free_beside_sizes_that_are_not_and_up_to_what_the_model_has
     for samples, length in ((2, 2), (3, 7), (5, 64)):
         expected = step(model, batch(samples, length))
         assert torch.equal(run(model, batch(samples, length))[0], expected)
+
+
+def test_a_name_that_no_worker_would_take_is_found_where_it_is_traced() -> None:
+    job = job_of(lambda: nn.Sequential(OrderedDict({"x" * 121: nn.Linear(6, 3)})))
+    with pytest.raises(NotTraceable, match="120 printable characters"):
+        trace_of(job)
 
 
 @pytest.mark.parametrize(

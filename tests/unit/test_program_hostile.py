@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from w5xde_async.compute.program import program_job
 from w5xde_async.compute.program.form import LIMITS, Document, Node, Ref, parse
-from w5xde_async.compute.program.interpreter import measure
+from w5xde_async.compute.program.interpreter import _KEEP_NOTHING, measure
 from w5xde_async.compute.program.operators import NAMES, SCALARS, find
 from w5xde_async.errors import ProgramRefused
 from w5xde_async.params.layout import Layout
@@ -376,6 +376,15 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     "another model": (whole(fingerprint=bytes(32)), "another model"),
     "no graph": (whole(graphs=[]), r"length >= 1 - at `\$\[7\]`"),
     "a constant that did not come": (whole(constants=[["float32", [3]], ["float32", [3]]]), "constants"),
+    **{
+        f"a constant of {dtype}": (
+            lambda dtype=dtype: Document(document().text, (torch.zeros(3, dtype=dtype),)), "of a dtype that no program",
+        )
+        for dtype in (torch.complex64, torch.uint16, torch.float8_e5m2)
+    },
+    "written over and over, of which autograd keeps each": (
+        lambda: document(*zeros((4 << 20,)), *[("square_.default", [v(N)])] * 80), "results need more than",
+    ),
     "a constant of another shape": (whole(constants=[["float32", [1 << 40]]]), "constants"),
     "statistics that are parameters": (whole(statistics=[W]), "statistics"),
     "statistics out of range": (whole(statistics=[99]), "statistics"),
@@ -505,6 +514,70 @@ def test_a_model_of_very_many_modules_is_refused(monkeypatch: pytest.MonkeyPatch
     assert program_job.skeleton(layouts[0])
     with pytest.raises(ProgramRefused, match="3 modules"):
         program_job.skeleton(layouts[1])
+
+
+@pytest.mark.parametrize("part", ["user-id", "café", "a b", "x" * 120])
+def test_a_part_of_a_name_is_any_printable_text_without_a_dot(part: str) -> None:
+    names = [f"heads.{part}.weight"]
+    entry = [names, "grad", "float32", [1]]
+    layout = Layout.parse(json.dumps({"bucket_bytes": 64, "entries": [entry]}).encode())
+    assert [name for name, _ in program_job.skeleton(layout).named_parameters()] == names
+
+
+@pytest.mark.parametrize("name", ["a..w", "", "a.\n", "a\x1b[2J.w", "x" * 121, "a." * 64 + "w", "\ud800.w"])
+def test_other_names_are_refused(name: str) -> None:
+    entry = [[name], "grad", "float32", [1]]
+    layout = Layout.parse(json.dumps({"bucket_bytes": 64, "entries": [entry]}).encode())
+    with pytest.raises(ProgramRefused, match="printable characters"):
+        program_job.skeleton(layout)
+
+
+def test_what_is_written_over_counts_where_autograd_keeps_it() -> None:
+    first = ("zeros.default", [listed(1 << 20)])
+    for again in (("relu_.default", [v(N)]), ("mul_.Tensor", [v(N), 0.9]), ("add_.Tensor", [v(N), v(N)])):
+        load(document(first, *[again] * 8), memory_bytes=6 << 20)
+    for again in (("square_.default", [v(N)]), ("mul_.Tensor", [v(N), v(N)])):
+        with pytest.raises(ProgramRefused, match="results need more than"):
+            load(document(first, *[again] * 8), memory_bytes=6 << 20)
+        load(
+            document(("set_grad", [False]), first, *[(again[0], [v(N + 1)] * len(again[1]))] * 8), memory_bytes=6 << 20
+        )
+
+
+@pytest.mark.parametrize("base", sorted(_KEEP_NOTHING))
+def test_autograd_keeps_nothing_of_what_some_write_over(base: str) -> None:
+    arguments: dict[str, list[Any]] = {
+        "addcdiv_": [torch.ones(4), torch.ones(4)], "addcmul_": [torch.ones(4), torch.ones(4)],
+        "index_add_": [0, torch.arange(4), torch.ones(4)], "index_copy_": [0, torch.arange(4), torch.ones(4)],
+        "masked_fill_": [torch.ones(4, dtype=torch.bool), 0.5], "scatter_": [0, torch.arange(4), torch.ones(4)],
+        "scatter_add_": [0, torch.arange(4), torch.ones(4)], "fill_": [0.5],
+        **{name: [torch.ones(4)] for name in ("add_", "sub_", "copy_")},
+    }  # fmt: skip
+    shape = (2, 2) if base in ("tril_", "triu_") else (4,)
+    written = torch.rand(shape, requires_grad=True) * 1.0
+    given = [
+        one.requires_grad_() if isinstance(one, torch.Tensor) and one.is_floating_point() else one
+        for one in arguments.get(base, [])
+    ]
+    known = {one.data_ptr() for one in (written, *given) if isinstance(one, torch.Tensor)}
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        getattr(torch.Tensor, base, getattr(torch.nn.functional, base, None))(written, *given)
+    assert all(tensor.data_ptr() in known for tensor in kept)
+
+
+def test_only_so_many_sizes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_job, "_MAX_KNOWN", 3)
+    step = load(document())
+    model = program_job.skeleton(tiny_layout())
+    for samples in range(2, 12):
+        step(model, (torch.zeros(samples, 4), torch.zeros(samples, dtype=torch.int64)))
+        assert len(step._known) <= 3
 
 
 def test_a_refusal_names_the_node_and_the_operator() -> None:

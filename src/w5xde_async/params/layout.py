@@ -109,6 +109,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_BY_NAME = {_dtype_name(dtype): dtype for dtype in _DTYPES}
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where each tensor of the model lies in the flat groups. Built alike on both sides; compared by fingerprint."""
@@ -234,8 +237,8 @@ class Layout:
                 raise ValueError(f"more than {_MAX_ENTRIES} entries in the layout")
             staged = []
             for names, role, dtype, shape in document["entries"]:
-                known = getattr(torch, dtype) if isinstance(dtype, str) and dtype.isidentifier() else None
-                if role not in _ROLES or not isinstance(known, torch.dtype) or not names:
+                known = _BY_NAME[dtype]
+                if not names or not _may_have(role, known):
                     raise ValueError("an entry of the layout")
                 if len(shape) > _MAX_AXES or not all(type(e) is int and 0 <= e <= _MAX_EXTENT for e in shape):
                     raise ValueError("a shape of the layout")
@@ -320,6 +323,13 @@ def _check_shared_memory(module: nn.Module) -> None:
                 f"tensors {before[4]!r} and {after[4]!r} share memory without being one tensor, and would come apart; "
                 "tie them (a.weight = b.weight), or clone one"
             )
+
+
+def _may_have(role: str, dtype: torch.dtype) -> bool:
+    """Whether ``_role`` gives this role to tensors of this dtype."""
+    if role in ("mean", "max"):
+        return dtype.is_floating_point == (role == "mean")
+    return role == "frozen" or (role == "grad" and dtype in _GRADIENT_DTYPES)
 
 
 def _role(name: str, tensor: Tensor, is_parameter: bool) -> str:

@@ -236,6 +236,8 @@ def _need(holds: bool, reason: str) -> None:
 def _check_constants(constants: Sequence[Tensor], declared: Any) -> None:
     total = sum(constant.numel() * constant.element_size() for constant in constants)
     _need(total <= LIMITS.constant_bytes, f"its constants have {total} bytes, more than {LIMITS.constant_bytes}")
+    known = set(DTYPES.values())
+    _need(all(constant.dtype in known for constant in constants), "its constants are of a dtype that no program has")
     found = tuple((_name(DTYPES, constant.dtype), tuple(constant.shape)) for constant in constants)
     _need(declared == found, "its constants are not those that came with it")
 

@@ -28,6 +28,13 @@ from w5xde_async.errors import ProgramRefused
 
 _MAX_ELEMENTS = 1 << 40  # of one tensor, views that repeat an element included
 _MAX_TENSORS = 1 << 18  # that all nodes give together: each takes memory of its own, about a KiB
+#: In-place operators of which autograd keeps nothing of what they write over; of others it keeps a copy of it.
+_KEEP_NOTHING = frozenset((
+    "add_", "addcdiv_", "addcmul_", "copy_", "detach_", "elu_", "celu_", "exp_", "fill_", "index_add_", "index_copy_",
+    "leaky_relu_", "masked_fill_", "neg_", "reciprocal_", "relu_", "rsqrt_", "scatter_", "scatter_add_", "selu_",
+    "sigmoid_", "sqrt_", "sub_", "tanh_", "tril_", "triu_", "zero_",
+))  # fmt: skip
+_LINEAR = frozenset(("mul_", "div_"))  # of which it keeps none where the other is a number
 _CHECK_S = 60.0  # to check one graph at one size
 
 Values = list[Any] | dict[int, Any]  #: by number; within a region, only those that it uses
@@ -250,6 +257,7 @@ class Scale:
         self._made: list[Any] = []  # those of them that calls made, in their order
         self._num_results = 0
         self._around: list[tuple[int, int, int]] = []  # of each open region: storages, total and again before it
+        self.recording = True  #: autograd is on
         self.total = 0  #: bytes of the results so far that backward may find
         self.again = 0  #: bytes that the largest region so far takes when it is computed again
 
@@ -273,6 +281,8 @@ class Scale:
 
     def weighed(self, operator: Operator) -> Callable[..., Any]:
         """``operator``'s call, checked before and weighed after."""
+        in_place = operator.base.endswith("_") and operator.parameters[0].writes
+        keeps = in_place and operator.base not in _KEEP_NOTHING
 
         def call(*arguments: Any, **named: Any) -> Any:
             if time.monotonic() > self._until:
@@ -282,6 +292,8 @@ class Scale:
             if operator.aliases:
                 check_view(arguments, named, result, memory_bytes=self._memory_bytes)
             self._weigh(result)
+            if keeps and self.recording and (operator.base not in _LINEAR or isinstance(arguments[1], Tensor)):
+                self._add(arguments[0].numel() * arguments[0].element_size())
             return result
 
         return call
@@ -299,9 +311,12 @@ class Scale:
             if storage._cdata not in self._storages:
                 self._storages[storage._cdata] = storage
                 self._made.append(storage)
-                self.total += storage.nbytes()
-                if self.total + self.again > self._memory_bytes:
-                    raise ValueError(f"its results need more than {self._memory_bytes} bytes")
+                self._add(storage.nbytes())
+
+    def _add(self, nbytes: int) -> None:
+        self.total += nbytes
+        if self.total + self.again > self._memory_bytes:
+            raise ValueError(f"its results need more than {self._memory_bytes} bytes")
 
 
 def _tensors(results: Sequence[Any]) -> Iterator[Tensor]:
@@ -357,7 +372,9 @@ def measure(
                 name = graph.nodes[number].operator.name
                 if name == RECOMPUTE:
                     scale.enter()
-                elif name != SET_GRAD or trained:
+                elif name == SET_GRAD and not trained:
+                    scale.recording = graph.nodes[number].arguments[0] is not False
+                else:
                     values[lives.base + number] = call(values) if each is None else each(number, partial(call, values))
                 for results in ends.get(number, ()):
                     scale.leave([values[index] for index in results])

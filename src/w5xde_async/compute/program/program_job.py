@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,8 @@ from w5xde_async.errors import ProgramRefused
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 
-_PART = re.compile(r"[A-Za-z0-9_]{1,120}")
-_MAX_PARTS = 64
+_MAX_PART, _MAX_PARTS = 120, 64  # characters between the dots of a name
+_MAX_KNOWN = 1 << 12
 _MAX_MODULES = 1 << 17  # some 2 KiB of memory each
 
 
@@ -85,6 +84,8 @@ class ProgramStep:
         for bound in self._bound:
             if fits(bound.graph, tensors):
                 self._measure(bound.graph, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
+                if len(self._known) >= _MAX_KNOWN:  # whoever sends new sizes without end waits for new checks
+                    self._known.clear()
                 self._known[tuple([(tensor.shape, tensor.dtype) for tensor in tensors])] = bound
                 return bound
         shapes = ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
@@ -137,8 +138,11 @@ def skeleton(
         )
         for name in entry.names:
             parts = name.split(".")
-            if len(parts) > _MAX_PARTS or not all(_PART.fullmatch(part) for part in parts):
-                raise ProgramRefused(f"a tensor of the model is called {name[:80]!r}")
+            if len(parts) > _MAX_PARTS or not all(0 < len(part) <= _MAX_PART and part.isprintable() for part in parts):
+                raise ProgramRefused(
+                    f"a tensor of the model is called {name[:80]!r}; names have at most {_MAX_PARTS} parts of at most "
+                    f"{_MAX_PART} printable characters"
+                )
             try:
                 owner = root
                 for part in parts[:-1]:
@@ -147,7 +151,7 @@ def skeleton(
                         if num_modules > _MAX_MODULES:
                             raise ProgramRefused(f"the model has more than {_MAX_MODULES} modules")
                         owner.add_module(part, nn.Module())
-                    owner = owner.get_submodule(part)
+                    owner = cast(nn.Module, owner._modules[part])
                 if parameter is not None:
                     owner.register_parameter(parts[-1], parameter)
                 else:

@@ -46,7 +46,7 @@ from w5xde_async.compute.program.converting import (
 )
 from w5xde_async.compute.program.form import Document, Graph, Program, encode, parse
 from w5xde_async.compute.program.interpreter import fits
-from w5xde_async.compute.program.program_job import ProgramStep
+from w5xde_async.compute.program.program_job import ProgramStep, skeleton
 from w5xde_async.compute.program.switches import said_here
 from w5xde_async.errors import ProgramRefused
 from w5xde_async.job import Job, StepFunction, collated, first_samples, step_function
@@ -253,6 +253,7 @@ def _quiet() -> Iterator[None]:
 
 def _trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) -> Document:
     step = step_function(job)
+    skeleton(layout, device="meta")  # what workers build
     in_precision: Callable[[], Any] = autocast(job.precision) or nullcontext
     index_of = _index_of(layout)
     flat = [flatten(batch) for batch in batches]
