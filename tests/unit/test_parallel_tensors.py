@@ -484,6 +484,48 @@ class Telling(Block):
         return out
 
 
+class Centred(Block):
+    """Mixes features in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
+        out: Tensor = self.fc2(hidden - hidden.mean(-1, keepdim=True) if self.training else hidden)
+        return out
+
+
+class Dropping(Block):
+    """By a number that no attribute has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(F.dropout(F.gelu(self.fc1(x)), 0.5, self.training))
+        return out
+
+
+class Choosing(Block):
+    """Mixes the features of some rows, or in some calls."""
+
+    def forward(self, x: Tensor, some: Tensor | None = None, mixed: bool = False) -> Tensor:
+        hidden = F.gelu(self.fc1(x))
+        if some is not None:
+            hidden = torch.where(some, hidden, hidden.softmax(-1))
+        out: Tensor = self.fc2(hidden.softmax(-1) if mixed else hidden)
+        return out
+
+
+class Noting(Block):
+    """Keeps a mean over features."""
+
+    def __init__(self) -> None:
+        super().__init__(F.gelu)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.between(self.fc1(x))
+        self.seen.mul_(0.9).add_(hidden.detach().mean())
+        out: Tensor = self.fc2(hidden)
+        return out
+
+
 class Words(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -506,6 +548,24 @@ class Apart(Words):
         return out
 
 
+class Masked(Words):
+    """Tells the block which rows."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        out: Tensor = self.head(x + self.block(x, x[..., :1] > 0))
+        return out
+
+
+class Twice(Words):
+    """Calls the block in two ways."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        out: Tensor = self.head(x + self.block(self.block(x), mixed=True))
+        return out
+
+
 _BETWEEN: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "value by value": (lambda: Words(Block(F.gelu)), True),
     "heads by their size": (lambda: Words(Heads(32, 8)), True),
@@ -516,6 +576,11 @@ _BETWEEN: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "halves": (lambda: Words(Block(lambda x: torch.cat((x[..., 32:], x[..., :32]), -1))), False),
     "a parameter": (lambda: Words(Tempered(F.gelu)), False),
     "given away": (lambda: Words(Telling(F.gelu)), False),
+    "in training alone": (lambda: Words(Centred(F.gelu)), False),
+    "dropped": (lambda: Words(Dropping(F.gelu)), True),
+    "in some rows": (lambda: Masked(Choosing(F.gelu)), False),
+    "in another call": (lambda: Twice(Choosing(F.gelu)), False),
+    "a buffer": (lambda: Words(Noting()), False),
     "called by another": (lambda: Apart(Block(F.gelu)), False),
 }
 

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from w5xde_async.errors import UsageError
@@ -57,6 +58,7 @@ _FEED_FORWARD: _Names = (
     (("wi",), ("wo",)),
     (("dense_h_to_4h",), ("dense_4h_to_h",)),
 )
+_MOST_CALLS = 4  # unlike ones of a module, each of which is tried
 _LEAST = 4096  # elements: what is smaller costs more to exchange than it saves, unless all is small
 
 
@@ -257,7 +259,8 @@ class _Calls:
         self.called = set[str]()
         self.complete = True
         self._source = model
-        self._given: dict[str, tuple[Any, Any]] = {}  # of the first call of each module that holds a pair
+        # Of calls of each module that holds a pair: what it was given, by how that is shown; one more than are tried.
+        self._given: dict[str, dict[str, tuple[Any, Any]]] = {}
         self._outside = set[str]()  # layers that somebody else calls than the module that holds them
         self._open: dict[str, int] = {}
         for path in {pair.path for pair in pairs}:
@@ -274,8 +277,10 @@ class _Calls:
 
     def _begins(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._open[path] = self._open.get(path, 0) + 1
-        if path not in self._given:
-            self._given[path] = tree_map_only(Tensor, _Like, (args, kwargs))
+        known = self._given.setdefault(path, {})
+        if len(known) <= _MOST_CALLS:
+            given = tree_map_only(Tensor, _Like, (args, kwargs))
+            known.setdefault(repr(given), given)
 
     def _ends(self, path: str, module: nn.Module, inputs: object, outputs: object) -> None:
         self._open[path] -= 1
@@ -288,16 +293,16 @@ class _Calls:
     def divides(self, pair: _Pair, ranks: int, kinds: dict[object, bool]) -> bool:
         """Whether each rank may have its part of the pair. ``kinds``: what was found of modules like this one."""
         names = [_joined(pair.path, name) for name in pair.names]
-        if pair.path not in self._given or not self._outside.isdisjoint(names) or not self.called.issuperset(names):
+        calls = self._given.get(pair.path, {})
+        if not 0 < len(calls) <= _MOST_CALLS:
             return False
-        module, given = self._source.get_submodule(pair.path), self._given[pair.path]
-        kind = pair.names, _kind(module), repr(given)
+        if not self._outside.isdisjoint(names) or not self.called.issuperset(names):
+            return False
+        module = self._source.get_submodule(pair.path)
+        kind = pair.names, _kind(module), tuple(calls)
         if kind not in kinds:
-            try:
-                with random_state(), users_code():
-                    kinds[kind] = any(_divides(module, pair, ranks, given, bools=bools) for bools in (True, False))
-            except Exception:  # it cannot be computed with a part, or by itself
-                kinds[kind] = False
+            with random_state(), users_code():
+                kinds[kind] = all(_divides(module, pair, ranks, given) for given in calls.values())
         return kinds[kind]
 
 
@@ -314,23 +319,47 @@ def _kind(module: nn.Module) -> object:
     ) + tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in module.named_parameters())
 
 
-def _divides(module: nn.Module, pair: _Pair, ranks: int, given: tuple[Any, Any], *, bools: bool) -> bool:
-    """Whether the module computes the same, and what is whole has the same gradients, with each rank's part of a pair.
+def _divides(module: nn.Module, pair: _Pair, ranks: int, given: tuple[Any, Any]) -> bool:
+    """Whether the module, called so, computes the same with each rank's part of a pair: in training, with nothing
+    dropped; in evaluation where that tells nothing, since it draws random numbers."""
+    tensors = (*module.buffers(), *tree_leaves(given))
+    masks = any(getattr(tensor, "dtype", None) is torch.bool for tensor in tensors)
+    for training in (True, False):
+        found = set[bool | None]()
+        for bools in (True, False) if masks else (True,):
+            try:
+                found.add(_is_alike(module, pair, ranks, given, bools=bools, training=training))
+            except Exception:  # it cannot be computed by itself, or draws
+                found.add(None)
+        if False in found:
+            return False
+        if True in found:
+            return True
+    return False
+
+
+def _is_alike(
+    module: nn.Module, pair: _Pair, ranks: int, given: tuple[Any, Any], *, bools: bool, training: bool
+) -> bool | None:
+    """Whether the module computes the same, and what is whole has the same gradients, with each rank's part of a pair;
+    None where these numbers cannot tell.
 
     Parameters, buffers and what it is given are random numbers, tensors of bools all ``bools``. What columns are given
     passes no gradient on: the ranks add that. What the row gives is replaced by the sum that the ranks make of it.
     """
     seed_all(0)
     whole = _filled(module, bools)
+    if not training:
+        whole.eval()
     args, kwargs = tree_map_only(_Like, partial(_values, bools=bools), given)
     sums: list[Tensor] = []
+    apart = [copy.deepcopy(whole) for _ in range(ranks)]  # before its buffers change
     expected, between = _outcome(whole, pair, args, kwargs, sums, first=True)
     if not all(torch.isfinite(tensor).all() for tensor in expected.values()):
-        return False
+        return None
     if any(not features.numel() or features.std() == 0 for features in between):
-        return False  # a mask of such values hides all
-    for rank in range(ranks):
-        part = copy.deepcopy(whole)
+        return None  # a mask of such values hides all
+    for rank, part in enumerate(apart):
         for name in pair.columns:
             layer: Any = part.get_submodule(name)
             rows = slice(rank * (size := layer.out_features // ranks), (rank + 1) * size)
@@ -339,7 +368,10 @@ def _divides(module: nn.Module, pair: _Pair, ranks: int, given: tuple[Any, Any],
         row: Any = part.get_submodule(pair.row)
         ours = slice(rank * (size := row.in_features // ranks), (rank + 1) * size)
         row.weight = nn.Parameter(row.weight.detach()[:, ours].clone())
-        found, parts = _outcome(part, pair, args, kwargs, sums, first=False)
+        try:
+            found, parts = _outcome(part, pair, args, kwargs, sums, first=False)
+        except Exception:
+            return False
         if len(parts) != len(between) or found.keys() != expected.keys():
             return False
         if not all(_near(found[name], expected[name]) for name in found):
@@ -352,9 +384,9 @@ def _divides(module: nn.Module, pair: _Pair, ranks: int, given: tuple[Any, Any],
 def _outcome(
     module: nn.Module, pair: _Pair, args: Any, kwargs: Any, sums: list[Tensor], *, first: bool
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """What a module gives, with the gradients of what is whole; and what the row was given.
+    """What a module gives, with its buffers after that and the gradients of what is whole; and what the row was given.
 
-    ``sums``: what the row gives in the whole module, found in the ``first`` run.
+    ``sums``: what the row gives in the whole module, found in the ``first`` run. Raises RuntimeError where it draws.
     """
     between: list[Tensor] = []
 
@@ -375,10 +407,13 @@ def _outcome(
         leaf.requires_grad_()
     layers = {f"{name}.{kind}" for name in pair.names for kind in ("weight", "bias")} - {f"{pair.row}.bias"}
     leaves |= {name: p for name, p in module.named_parameters() if p.requires_grad and name not in layers}
+    drawn = torch.get_rng_state()
     with torch.enable_grad():
         made = module(*tree_map_only(Tensor, Tensor.clone, args), **tree_map_only(Tensor, Tensor.clone, kwargs))
         for hook in hooks:
             hook.remove()
+        if not torch.equal(drawn, torch.get_rng_state()):
+            raise RuntimeError("it draws random numbers: of other shapes, others")
         outputs = [tensor for tensor in tree_leaves(made) if isinstance(tensor, Tensor)]
         roots = [tensor for tensor in outputs if tensor.requires_grad]
         seed_all(1)
@@ -386,13 +421,14 @@ def _outcome(
             roots, list(leaves.values()), [torch.randn_like(root) for root in roots], allow_unused=True
         )
     found = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
+    found |= {f"buffer {name}": tensor.detach() for name, tensor in module.named_buffers()}
     return found | {
         name: gradient for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None
     }, between
 
 
 def _filled(module: nn.Module, bools: bool) -> nn.Module:
-    """A copy in memory, in evaluation: masks of dropout are another matter."""
+    """A copy in memory, which drops nothing: masks of dropout are another matter."""
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         made = _values(_Like(tensor), bools=bools)
@@ -401,7 +437,13 @@ def _filled(module: nn.Module, bools: bool) -> nn.Module:
             memo[id(tensor)] = nn.Parameter(made * scale, requires_grad=tensor.requires_grad)
         else:
             memo[id(tensor)] = made
-    return copy.deepcopy(module, memo).eval()
+    copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        for name, value in tuple(vars(part).items()):
+            drops = "drop" in name or (name == "p" and isinstance(part, _DropoutNd))
+            if drops and isinstance(value, float):
+                setattr(part, name, 0.0)
+    return copied
 
 
 def _values(like: _Like, *, bools: bool) -> Tensor:
