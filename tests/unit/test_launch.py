@@ -275,12 +275,20 @@ def test_slurm_has_a_coordinator_and_an_array_of_workers(slurm: Path) -> None:
     assert second[-2:] == [str(script), "worker"]
     for job in (first, second):
         assert {"--requeue", "--open-mode=append", "--mem=4096M"} <= set(job)
-    assert {"--array=1-3", "--gpus-per-task=2", "--cpus-per-task=2", "--signal=USR1@120"} <= set(second)
+    assert {"--array=1-3", "--gpus-per-task=2", "--cpus-per-task=2", "--signal=USR1@90"} <= set(second)
     assert "--signal=TERM@300" in first  # to a coordinator SIGUSR1 means a checkpoint
 
     subprocess.run(["bash", script, "grow", "8"], check=True)
     (third,) = asked(slurm)
     assert "--array=1-8" in third
+
+
+def test_slurm_has_the_patience_that_grace_asks_for(slurm: Path) -> None:
+    patient = ["--worker-options=--grace 10m", "--", "--grace", "20m"]
+    assert main(["launch", "slurm", "train.py:job", "--workers", "3", *patient]) == ExitCode.OK
+    first, second = asked(slurm)
+    assert "--signal=TERM@8630" in first
+    assert "--signal=USR1@665" in second
 
 
 def test_the_script_alone_makes_its_directory_for_its_user_alone(

@@ -17,6 +17,8 @@ from w5xde_async.launch.plan import Plan, fill
 
 _PATIENCE = "1h"  # of workers, while the coordinator waits in the queue
 _GOODBYE_S = 60  # in which workers that the coordinator has said goodbye to end by themselves
+_AGAIN_S = 60  # for the script to put it into the queue again
+_MOST_S = 65535  # that a signal can be before a time limit
 
 
 def script(plan: Plan) -> str:
@@ -33,8 +35,14 @@ def script(plan: Plan) -> str:
         worker_jobs=f"{plan.name}-worker-{which}", run_dir=shlex.quote(str(run_dir)), workers=plan.workers,
         cpus=plan.cpus, gpus=f" --gpus-per-task={plan.gpus}" if plan.gpus else "",
         megabytes=max(1, plan.memory_bytes >> 20), drained=int(ExitCode.DRAINED), coordinator=shlex.join(coordinator),
-        worker=shlex.join(worker), goodbye_s=_GOODBYE_S,
+        worker=shlex.join(worker), goodbye_s=_GOODBYE_S, worker_signal=_signal("USR1", plan.worker_grace_s),
+        coordinator_signal=_signal("TERM", plan.coordinator_grace_s),
     )  # fmt: skip
+
+
+def _signal(name: str, grace_s: int) -> str:
+    """What Slurm sends, and how long before the time limit."""
+    return f"{name}@{min(grace_s + _AGAIN_S, _MOST_S)}"
 
 
 def start(plan: Plan) -> int:

@@ -23,7 +23,7 @@ again() {
 }
 
 grow() {
-  submit --job-name="$workers" --cpus-per-task=@@cpus@@gpus --array="1-$1" --signal=USR1@120 \
+  submit --job-name="$workers" --cpus-per-task=@@cpus@@gpus --array="1-$1" --signal=@@worker_signal \
     --output="${run//%/%%}/worker-%A-%a.log" "$script" worker
 }
 
@@ -31,7 +31,7 @@ script=$0
 case ${1:-submit} in
 submit)
   (umask 077 && mkdir -p "$run") # parameters and secrets lie there
-  submit --job-name="$name" --cpus-per-task=1 --signal=TERM@300 --output="${run//%/%%}/coordinator.log" "$script" coordinator
+  submit --job-name="$name" --cpus-per-task=1 --signal=@@coordinator_signal --output="${run//%/%%}/coordinator.log" "$script" coordinator
   grow @@workers
   ;;
 grow)
