@@ -437,6 +437,23 @@ def test_a_stop_after_the_end_is_not_kept_for_the_next_start(calls: Any) -> None
         server.stop()  # in a script's finally, say
 
 
+def test_a_stop_after_a_start_that_could_not_begin_is_not_kept_for_the_next_one(calls: Any) -> None:
+    server = server_of(None, max_steps=None)
+    server.stop()
+    assert server.start().outcome == "stopped"
+
+    async def cell() -> None:
+        with pytest.raises(UsageError):
+            server.start()
+
+    asyncio.run(cell())
+    server.stop("nothing runs")
+    running = calls(server.start)
+    assert server.listening.wait(10)
+    server.stop("while it runs")
+    assert running.result(10).reason == "while it runs"
+
+
 def test_a_stop_of_a_server_that_prepares_its_run_counts(calls: Any) -> None:
     prepares, asked = threading.Event(), threading.Event()
 

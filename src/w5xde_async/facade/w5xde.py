@@ -262,8 +262,14 @@ class CentralServer:
         JobError, and what ended the run where it failed. Ctrl-C before it listens raises KeyboardInterrupt.
         """
         with self._lock:
-            self._stopped = self._stopped or ""
-        return _WORDS.of_result(block_on(self._serve, instead="w5xde_async.Coordinator", words=_WORDS, serves=True))
+            before, self._stopped = self._stopped, self._stopped or ""
+        try:
+            result = block_on(self._serve, instead="w5xde_async.Coordinator", words=_WORDS, serves=True)
+        finally:
+            with self._lock:
+                if before is None and self._running is None:  # where no run could begin, too
+                    self._stopped = None
+        return _WORDS.of_result(result)
 
     @takes(nodes=arguments.COUNT)
     @_WORDS.said()
