@@ -125,6 +125,12 @@ def curve(values: Iterable[float]) -> plot._Curve:
     return made
 
 
+def test_lines_of_earlier_versions_with_half_a_character_are_drawn(drawn: Any) -> None:
+    text = line("step_committed", step=1, loss=1.0, metrics={"a\udc80": 1.0})
+    figure = drawn(text + line("step_committed", step=2, loss=0.5))
+    assert len(figure.axes[0].lines[0].get_xdata()) == 2
+
+
 def test_a_spike_in_a_long_run_is_still_seen() -> None:
     """And the run's length costs no memory: there are so many slices and no more."""
     losses = np.ones(100_000)

@@ -357,6 +357,50 @@ def test_what_is_cut_off_is_what_is_done_again(known: list[Any], torn: bytes, re
     assert data[: end.begins] + b"".join(end.stays) == b"".join(filter(stays, whole))
 
 
+@pytest.mark.parametrize("at", ["create", "write", "rename", "remove"])
+def test_what_stays_of_a_cut_end_is_lost_by_no_write_that_fails(at: str, tmp_path: Path) -> None:
+    """As where the process is killed there: another takes it up."""
+    path = tmp_path / "metrics.jsonl"
+    write(path, step(1), step(2), Warned(text="kept"), step(3), Warned(text="kept too")).close()
+
+    class Dying(Filesystem):
+        pass
+
+    def dies(*_: object) -> None:
+        raise OSError(errno.EIO, "dying")
+
+    dying = Dying()
+    setattr(dying, at, dies)
+    write(path, step(2, loss=0.25), resumed_step=1, filesystem=dying).close()
+    assert "kept too" in path.read_text()
+    write(path, step(2, loss=0.125), resumed_step=1).close()
+    kept = [("step_committed", 0.5), ("warned", None), ("warned", None), ("step_committed", 0.125)]
+    assert [(line["event"], line.get("loss")) for line in read(path)] == kept
+    assert [found for found in tmp_path.iterdir() if found.name != path.name and ".tmp-" not in found.name] == []
+
+
+def test_what_a_killed_start_has_put_aside_is_put_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, step(1), Warned(text="kept"), step(2)).close()
+    first, second, _ = path.read_bytes().splitlines(keepends=True)
+    aside = path.with_name("metrics.jsonl.kept")
+    for left in (first + second + second[:7], first, first + second[:9], first + second):
+        path.write_bytes(left)
+        aside.write_bytes(b"%d\n" % len(first) + second)
+        write(path, step(2, loss=0.25), resumed_step=1).close()
+        assert path.read_bytes().splitlines(keepends=True)[:2] == [first, second]
+        assert [line.get("loss") for line in read(path)] == [0.5, None, 0.25]
+        assert not aside.exists()
+
+
+def test_lines_of_earlier_versions_with_half_a_character_are_cut_too(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"event": "step_committed", "step": number, "metrics": {"a\udc80": 1.0}} for number in range(1, 5)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write(path, step(3), resumed_step=2).close()
+    assert [line["step"] for line in read(path)] == [1, 2, 3]
+
+
 def test_what_stays_of_a_cut_end_survives_a_disk_that_is_full_at_first(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, step(1), step(2), Warned(text="kept")).close()
@@ -374,7 +418,7 @@ def test_what_stays_of_a_cut_end_survives_a_disk_that_is_full_at_first(tmp_path:
             return File(path, "ab")
 
     recorder = write(path, step(2, loss=0.25), resumed_step=1, filesystem=Disk())
-    assert [line["event"] for line in read(path)] == ["step_committed"]
+    assert [line["event"] for line in read(path)] == ["step_committed", "warned"]
     recorder(step(3))
     recorder.close()
     kept = [("step_committed", 1), ("warned", None), ("step_committed", 3), ("dropped", None)]

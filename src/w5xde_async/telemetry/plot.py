@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from w5xde_async.errors import in_one_line
 from w5xde_async.store.filesystem import regular
-from w5xde_async.telemetry.records import number
+from w5xde_async.telemetry.records import mended, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -186,7 +186,11 @@ def _read(path: Path, given_up: Callable[[], bool]) -> _History:
             if given_up():
                 break
             with suppress(ValueError):  # torn, or not ours
-                _note(history, _record.decode(line))
+                try:
+                    record = _record.decode(line)
+                except ValueError:
+                    record = _record.decode(mended(line))
+                _note(history, record)
     return history
 
 

@@ -4,8 +4,9 @@
 start counts the steps that were done from this file, and somebody has seen them on the screen. A line is whole or
 absent: what a failed or dying write left of one is cut off. On resume, records of steps after the resumed one go, for
 those steps are done again, and those that a journal has and the file has not are added; of a long file only the end is
-read for that, for a checkpoint waits for it. A full disk is named once and the run goes on; how many events were lost
-is recorded (``{"event": "dropped", "count": n}``) as soon as the disk takes lines again.
+read for that, for a checkpoint waits for it. Lines in it that stay are in a file beside (``.kept``) meanwhile. A full
+disk is named once and the run goes on; how many events were lost is recorded (``{"event": "dropped", "count": n}``) as
+soon as the disk takes lines again.
 
 The worker command and the dashboard's link are not recorded: they may hold secrets.
 """
@@ -27,9 +28,9 @@ import msgspec
 
 from w5xde_async.errors import StoreError
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.store.filesystem import Filesystem, is_at, regular
+from w5xde_async.store.filesystem import Filesystem, is_at, read_regular, regular, temporary_beside
 from w5xde_async.telemetry.events import Event
-from w5xde_async.telemetry.records import dated_line, number, read_records, to_line
+from w5xde_async.telemetry.records import dated_line, mended, number, read_records, to_line
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Recorder:
         At most ``capacity`` events wait to be written; those beyond are dropped and counted.
         """
         self._path = path
+        self._aside = path.with_name(f"{path.name}.kept")
         self._resumed_step = resumed_step
         self._replayed = replayed
         self._flush_s = flush_s
@@ -171,12 +173,51 @@ class Recorder:
         self._first = b""
 
     def _cut_redone(self, file: FileIO) -> None:
+        self._put_back(file)
         with open(self._path, "rb", opener=regular) as old:
             end = _redone(old, self._resumed_step, self._replayed)
         self._filesystem.fence()
-        file.truncate(end.begins)
-        self._size, self._resumed = end.begins, True
-        self._first = b"".join([*end.stays, *(to_line(record).encode() for record in end.lacks)])
+        if end.stays:
+            self._put_aside(end)
+            self._put_back(file)
+        else:
+            file.truncate(end.begins)
+        self._size, self._resumed = file.seek(0, os.SEEK_END), True
+        self._first = b"".join([to_line(record).encode() for record in end.lacks])
+
+    def _put_aside(self, end: _End) -> None:
+        """Where the lines that stay begin, and these, in a file beside: whatever happens next, they are there."""
+        disk, temporary = self._filesystem, temporary_beside(self._aside)
+        try:
+            with disk.create(temporary) as made:
+                disk.write(made, b"".join([b"%d\n" % end.begins, *end.stays]))
+                disk.sync(made)
+            disk.rename(temporary, self._aside)
+        except BaseException:
+            with suppress(OSError, StoreError):
+                disk.remove(temporary)
+            raise
+        disk.sync_directory(self._path.parent)
+
+    def _put_back(self, file: FileIO) -> None:
+        """What was put aside, here or by a process that was killed, in place of the end. That needs no room."""
+        try:
+            begins, _, lines = read_regular(self._aside).partition(b"\n")
+        except FileNotFoundError:
+            return
+        if not begins.isdigit():
+            raise StoreError(str(self._aside), "it is none of this run's; remove it")
+        self._filesystem.fence()
+        with open(self._path, "r+b", buffering=0, opener=regular) as there:
+            if not os.path.sameopenfile(there.fileno(), file.fileno()):
+                raise StoreError(str(self._path), "it was replaced")
+            there.seek(min(int(begins), there.seek(0, os.SEEK_END)))
+            left = memoryview(lines)
+            while left:
+                left = left[there.write(left) :]
+            there.truncate()
+            os.fsync(there.fileno())
+        self._filesystem.remove(self._aside)
 
     def _open(self) -> None:
         self._file, self._named = None, False
@@ -247,10 +288,12 @@ def _redone(file: BinaryIO, resumed_step: int, replayed: Sequence[Mapping[str, o
     begins, _ = next(lines, (0, b""))  # what follows the last line's end
     kept, stays = list[bytes](), 0
     for at, line in lines:
-        try:
-            found = _stepped.decode(line)
-        except ValueError:
-            found = _Stepped()  # not ours to judge; readers pass over it
+        found = _Stepped()  # one that cannot be read is not ours to judge; readers pass over it
+        with suppress(ValueError):
+            try:
+                found = _stepped.decode(line)
+            except ValueError:
+                found = _stepped.decode(mended(line))
         if found.step > resumed_step:
             begins, stays = at, len(kept)
             continue
