@@ -368,14 +368,16 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 @contextmanager
 def _as_made(*parts: Any) -> Iterator[None]:
     """``validate`` makes nothing again, as it would by itself: ``setup`` may build layers, with new weights."""
+    own = [{name: value for name, value in vars(part).items() if name in _MAKING} for part in parts]
     for part in parts:
         vars(part).update(dict.fromkeys(_MAKING, _nothing))
     try:
         yield
     finally:
-        for part in parts:
+        for part, before in zip(parts, own, strict=True):
             for name in _MAKING:
                 del vars(part)[name]
+            vars(part).update(before)
 
 
 def _every(trainer: Any, loader: Any, epoch_steps: int | None) -> int | None:

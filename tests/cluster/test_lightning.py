@@ -264,9 +264,12 @@ def test_evaluation_gives_what_validate_logs(pl: Any, capfd: pytest.CaptureFixtu
     assert job_of(trainer(pl, limit_val_batches=0), module(pl), data(pl)).evaluate is None
     other = module(pl)
     nn.init.ones_(other.net[0].weight)
+    other.setup = own = lambda stage: None
     capfd.readouterr()
     assert job.evaluate is not None
     found = job.evaluate(other)
+    assert vars(other)["setup"] is own
+    assert "teardown" not in vars(other)
     assert capfd.readouterr() == ("", "")
     assert [found] == trainer(pl).validate(other, loader(batch_size=20), verbose=False)
     assert found.keys() == {"val_hits", "val_loss"}

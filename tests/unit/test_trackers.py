@@ -321,7 +321,8 @@ def test_mlflow_is_given_the_run(known: Any, monkeypatch: pytest.MonkeyPatch, tm
     [
         ("step/acc@1", "step/acc_1"), ("evaluated/val loss (top-5)", "evaluated/val loss _top-5_"), ("loss", "loss"),
         ("step/../../a//b/./c/", "step/a/b/c"), ("step/größe", "step/größe"),
-        ("step/" + "x" * 999, "step/" + "x" * 245),
+        ("step/" + "x" * 999, "step/" + "x" * 245), ("x" * 249 + "/acc", "x" * 249), ("x" * 247 + "/..acc", "x" * 247),
+        ("..", "_"), ("", "_"), ("./", "_"),
     ],
 )  # fmt: skip
 def test_names_that_mlflow_refuses(name: str, given: str):

@@ -138,8 +138,9 @@ class Mlflow(Tracker):
 
 def _for_mlflow(name: str) -> str:
     """A metric's name as mlflow takes it: it refuses other characters, what is no plain path, and long ones."""
-    parts = [part for part in name.split("/") if part.strip(".")]
-    return "/".join(re.sub(r"[^\w.\- ]" if os.name == "nt" else r"[^\w.\- :]", "_", part) for part in parts)[:250]
+    parts = [part for part in name.split("/") if part.strip(".")] or ["_"]
+    taken = "/".join(re.sub(r"[^\w.\- ]" if os.name == "nt" else r"[^\w.\- :]", "_", part) for part in parts)[:250]
+    return "/".join(part for part in taken.split("/") if part.strip("."))  # the last may have been cut
 
 
 class Trackio(Tracker):
