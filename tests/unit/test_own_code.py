@@ -96,6 +96,16 @@ def lists_its_own(step: int) -> float:
     return found[-1]
 
 
+def by_milestones(step: int, *, by: float = 0.5) -> float:
+    factor = 1.0
+    step -= WARMUP
+    for milestone in RATES:
+        if step >= milestone:
+            factor *= by
+    by *= factor
+    return factor
+
+
 COMPUTE: dict[str, Callable[[int], float]] = {
     "power": lambda step: 0.95**step,
     "globals": lambda step: min(1.0, (step + 1) / WARMUP),
@@ -109,6 +119,8 @@ COMPUTE: dict[str, Callable[[int], float]] = {
     "table's method": {0: 1.0, 1: 0.5}.get,
     "parsed arguments": lambda step: min(1.0, step / TOLD.warmup),
     "a list of its own": lists_its_own,
+    "by milestones": by_milestones,
+    "numpy's function by keyword": lambda step: float(np.add(RATES[0], float(TABLE[0]), dtype=np.float64)),
     "numpy's functions of a table": lambda step: float(np.add(np.sort(TABLE), 1.0)[step]),
 }  # fmt: skip
 
@@ -165,6 +177,30 @@ def by_keyword(step: int, *, model: nn.Module = MODEL) -> float:
 
 
 KEPT: list[Any] = [1.0]
+
+
+def adds(step: int) -> float:
+    kept = KEPT
+    kept += [step]
+    return 0.9 ** len(kept)
+
+
+def adds_to_what_it_was_given(step: int, kept: list[int] = []) -> float:  # noqa: B006
+    kept += [step]
+    return 0.9 ** len(kept)
+
+
+def scales(step: int) -> float:
+    table = TABLE
+    table *= 0.9
+    return float(table[0])
+
+
+def by_a_module_around_it() -> Callable[[int], float]:
+    op, kept = operator, [0]
+    return lambda step: op.setitem(kept, 0, kept[0] + 1) or 0.9 ** kept[0]  # type: ignore[func-returns-value]
+
+
 KEEP_SOMETHING: dict[str, Callable[..., float]] = {
     "pops": lambda step: KEPT.pop(0),
     "pops what it was given": lambda step, rates=[1.0]: rates.pop(0),
@@ -173,6 +209,11 @@ KEEP_SOMETHING: dict[str, Callable[..., float]] = {
     "adds in place": lambda step: 0.9 ** len(operator.iadd(KEPT, [step])),
     "by a method's name": lambda step: operator.methodcaller("pop")(KEPT),
     "into an array": lambda step: float(np.add(TABLE, 1, out=TABLE)[0]),
+    "into an array by place": lambda step: float(np.multiply(TABLE, np.add(0.4, 0.5), TABLE)[0]),
+    "adds to a global": adds,
+    "adds to what it was given": adds_to_what_it_was_given,
+    "scales an array": scales,
+    "by a module around it": by_a_module_around_it(),
     "an array's place": lambda step: np.add.at(TABLE, 0, 1) or TABLE[0],  # type: ignore[func-returns-value]
     "a dictionary": lambda step, kept={}: 0.9 ** kept.setdefault("first", step),
     "by another function": lambda step: first_of(KEPT),

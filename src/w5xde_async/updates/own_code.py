@@ -14,7 +14,7 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,11 @@ _COMPUTE = {
     "pow", "range", "reversed", "round", "sorted", "sum", "tuple", "zip",
 }  # fmt: skip
 _DATA = (bool, int, float, complex, str, bytes, types.NoneType, np.number, np.bool_)
+# What gives an object that nobody else has, as far as ``+=`` may change it.
+_MAKE = {
+    "BINARY_OP", "BUILD_LIST", "BUILD_TUPLE", "CALL", "COMPARE_OP", "LOAD_CONST", "UNARY_INVERT", "UNARY_NEGATIVE",
+    "UNARY_NOT",
+}  # fmt: skip
 _WRITE = {"DELETE_ATTR", "DELETE_GLOBAL", "DELETE_SUBSCR", "IMPORT_NAME", "STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR"}
 
 # What changes the object that it is an attribute of, and what of numpy and ``operator`` changes an argument.
@@ -148,23 +153,33 @@ def _used(function: types.FunctionType) -> _Used | None:
     found: list[object] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     codes, changes = [function.__code__], False
     try:
-        found += [cell.cell_contents for cell in cells]
+        held = {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
     except ValueError:  # not filled yet
         return None
+    found += held.values()
+    given = inspect.signature(function, follow_wrapped=False).parameters
+    empty = inspect.Parameter.empty
+    shared = {name for name, one in given.items() if one.default is not empty and not isinstance(one.default, _DATA)}
     while codes:
         code = codes.pop()
         codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
         changes |= any(part == "out" or (isinstance(part, tuple) and "out" in part) for part in code.co_consts)
-        of_module = False  # what was loaded last
-        for instruction in dis.get_instructions(code):
+        loaded: object = None  # last, as far as it is known
+        told = list(dis.get_instructions(code))
+        changes |= _changes_in_place(told, shared)
+        for at, instruction in enumerate(told):
             name, what = instruction.opname, instruction.argval
             if name in _WRITE or (name in ("STORE_DEREF", "DELETE_DEREF") and what in function.__code__.co_freevars):
                 return None
             if name in ("LOAD_ATTR", "LOAD_METHOD"):
                 if what == "random":
                     return None
-                changes |= what in (_CHANGE_ARGUMENTS if of_module else _CHANGE)
-            of_module = name == "LOAD_GLOBAL" and isinstance(known.get(what), types.ModuleType)
+                of_module = isinstance(loaded, types.ModuleType)
+                changes |= what in _CHANGE_ARGUMENTS or (what in _CHANGE and not of_module)
+                loaded = getattr(loaded, what, None) if of_module else None
+            else:
+                loaded = known.get(what) if name == "LOAD_GLOBAL" else held.get(what) if name == "LOAD_DEREF" else None
+            changes |= isinstance(loaded, np.ufunc) and _gives_more(told[at + 1 :], code.co_consts, loaded.nin)
             if name in ("LOAD_GLOBAL", "LOAD_NAME"):
                 if what in known:
                     found.append(known[what])
@@ -173,3 +188,34 @@ def _used(function: types.FunctionType) -> _Used | None:
                 else:
                     return None
     return _Used(found, changes)
+
+
+def _changes_in_place(told: Sequence[dis.Instruction], shared: Collection[str]) -> bool:
+    """Whether one of ``+=`` and the like may change what others have, too, as arguments that are ``shared``: it is a
+    new object if it was a constant, or made by arithmetic or a call."""
+    stored: dict[object, list[int]] = {}
+    changed = set[object]()
+    for at, one in enumerate(told):
+        if one.opname.startswith("STORE_"):
+            stored.setdefault(one.argval, []).append(at)
+        if one.opname == "BINARY_OP" and one.argrepr.endswith("="):
+            changed.add(told[at + 1].argval)
+    return any(
+        name in shared
+        or any(told[at].is_jump_target or told[at - 1].opname not in _MAKE for at in stored.get(name, ()))
+        for name in changed
+    )
+
+
+def _gives_more(told: Iterable[dis.Instruction], constants: Sequence[Any], most: int) -> bool:
+    """Whether what was loaded before ``told`` is called with more than so many arguments by place, or may be."""
+    depth, named = 0, 0
+    for one in told:
+        if "JUMP" in one.opname or one.opname in ("CALL_FUNCTION_EX", "CALL_KW"):
+            return True
+        if one.opname == "KW_NAMES":
+            named = len(constants[one.arg or 0])
+        depth += dis.stack_effect(one.opcode, one.arg if one.opcode >= dis.HAVE_ARGUMENT else None)
+        if depth < 0:
+            return one.opname == "CALL" and (one.arg or 0) - named > most
+    return False
