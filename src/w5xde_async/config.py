@@ -231,7 +231,11 @@ def _path(text: str) -> Path:
 
 def _folder(text: str) -> Path:
     path = _path(text)
-    if not next(known for known in (path, *path.parents, Path()) if known.exists()).is_dir():
+    try:
+        there = next(known for known in (path, *path.parents, Path()) if known.exists())
+    except OSError as error:  # a name that is too long, a directory above it that is closed to us
+        raise ValueError("cannot be looked for") from error
+    if not there.is_dir():
         raise ValueError("not a directory")
     return path
 

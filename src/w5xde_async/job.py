@@ -12,6 +12,7 @@ import dis
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import weakref
 from collections import deque
@@ -711,7 +712,7 @@ def _modules_of(values: Iterable[Any]) -> set[ModuleType]:
 
 
 def _import_file(reference: str, path: Path) -> Any:
-    if not path.is_file():
+    if not os.path.isfile(path):  # nor one whose name is too long, of which pathlib raises
         raise JobError(reference, f"there is no file {path}", f"the current directory is {Path.cwd()}")
     known = sys.modules.get(path.stem)
     taken = known is not None and getattr(known, "__file__", None) != str(path.resolve())

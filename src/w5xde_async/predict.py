@@ -12,9 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from w5xde_async.compute.machine import usable_cores
-from w5xde_async.errors import ExitCode
 from w5xde_async.openmp import keep_to
-from w5xde_async.process import launch
+from w5xde_async.process import launch, tell
 
 if TYPE_CHECKING:
     from w5xde_async.settings import CoordinatorSettings
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.predict") -> int:
     """Print the prediction; the result is the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    return launch(_kind, given, prog=prog, prepare=_prepare)
+    return launch(_kind, given, prog=prog, prepare=partial(_prepare, prog))
 
 
 def _kind() -> type[CoordinatorSettings]:
@@ -32,7 +31,7 @@ def _kind() -> type[CoordinatorSettings]:
     return PredictionSettings
 
 
-def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
+def _prepare(prog: str, settings: CoordinatorSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
     config = settings.coordinator_config(token)
     assert settings.job is not None
 
@@ -47,13 +46,12 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
         keep_to(usable_cores())
     job = load_job(settings.job)
 
-    async def tell() -> int:
+    async def estimated() -> int:
         estimate = partial(predict, job, config, workers=max(settings.workers, 1))
         prediction = await asyncio.get_running_loop().run_in_executor(None, estimate)
-        sys.stdout.write(f"{prediction}\n")
-        return ExitCode.OK
+        return tell(prog, f"{prediction}\n")
 
-    return tell
+    return estimated
 
 
 if __name__ == "__main__":

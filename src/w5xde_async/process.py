@@ -315,8 +315,7 @@ def launch(
         except Answer as answer:
             for text in misspelt_variables(os.environ):
                 _complain(prog, text, None, False)
-            _answer(answer.text)
-            return ExitCode.OK
+            return tell(prog, f"{answer.text}\n")
         as_json = settings.values["log_format"] == "json"
         exit_on_drain = settings.exit_on_drain
         if settings.exit_with_stdin:
@@ -533,8 +532,14 @@ def attach(handler: logging.Handler, level: int) -> None:
     root.setLevel(level)
 
 
-def _answer(text: str) -> None:
-    _write(sys.stdout, text + "\n", last=True)
+def tell(prog: str, text: str) -> int:
+    """Write what a program was asked for, at its end. The exit code: who has read enough ("| head") is no failure."""
+    failed = _write(sys.stdout, text, last=True)
+    if failed is None or isinstance(failed, BrokenPipeError):
+        return ExitCode.OK
+    reason = failed.strerror if isinstance(failed, OSError) else failed
+    _complain(prog, f"standard output cannot be written: {reason}", ExitCode.ERROR, False)
+    return ExitCode.ERROR
 
 
 def _complain(prog: str, text: str, code: int | None, as_json: bool) -> None:
@@ -550,16 +555,21 @@ def _complain(prog: str, text: str, code: int | None, as_json: bool) -> None:
     _write(sys.stderr, line, last=code is not None)
 
 
-def _write(stream: TextIO, text: str, *, last: bool) -> None:
-    """As far as it can be: where nobody reads ("| head") or the disk is full, the exit code says what there is to say.
+def _write(stream: TextIO, text: str, *, last: bool) -> OSError | ValueError | None:
+    """As far as it can be; why it cannot be: nobody reads ("| head"), the disk is full, the job's code has closed it.
 
     ``last``: the program ends. What the stream still holds is dropped, for Python's own end would have another code
     where it cannot be written.
     """
     try:
-        stream.write(text)
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:  # a name, or a unit, may have what the stream's encoding has not
+            stream.write(text.encode("ascii", "backslashreplace").decode("ascii"))
         stream.flush()
-    except (OSError, ValueError):  # the latter where the job's code has closed it
+    except (OSError, ValueError) as error:
         if last:
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return error
+    return None

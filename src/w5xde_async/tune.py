@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from w5xde_async.errors import ExitCode, LeafFailed, in_one_line, need
-from w5xde_async.process import exit_code_of, launch, signals
+from w5xde_async.errors import ExitCode, LeafFailed, LocalError, in_one_line, need
+from w5xde_async.process import exit_code_of, launch, signals, tell
 
 if TYPE_CHECKING:
     from w5xde_async.coordinator.config import CoordinatorConfig
@@ -45,7 +45,7 @@ class Row:
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.tune") -> int:
     """Measure, and print the table; the result is the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    return launch(_kind, given, prog=prog, prepare=_prepare)
+    return launch(_kind, given, prog=prog, prepare=partial(_prepare, prog=prog))
 
 
 def _kind() -> type[TuningSettings]:
@@ -54,7 +54,9 @@ def _kind() -> type[TuningSettings]:
     return TuningSettings
 
 
-def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
+def _prepare(
+    settings: TuningSettings, token: str, *, prog: str = "w5xde tune"
+) -> Callable[[], Coroutine[Any, Any, int]]:
     config = settings.coordinator_config(token)
     assert settings.job is not None
     workers, threads = settings.workers, settings.worker_threads or 1
@@ -92,7 +94,7 @@ def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any
         finally:
             stopped.set()
 
-    async def tell() -> int:
+    async def tuned() -> int:
         measuring, stopped_by, plain = asyncio.ensure_future(measure()), "", None
 
         def stop(reason: str) -> None:
@@ -106,15 +108,14 @@ def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any
             except asyncio.CancelledError:
                 if not stopped_by:
                     raise
-        if rows:
-            sys.stdout.write(report(job, rows, plain, workers=workers, threads=threads))
+        code = tell(prog, report(job, rows, plain, workers=workers, threads=threads)) if rows else ExitCode.OK
         if plain is not None:
-            return ExitCode.OK
+            return code
         left = ", ".join(map(str, tried[len(rows) + len(refused) :])) or "the plain loop"
         sys.stderr.write(f"{stopped_by}: {len(rows)} of {len(tried)} sizes measured; not measured: {left}\n")
         return exit_code_of(stopped_by, settings.exit_on_drain)
 
-    return tell
+    return tuned
 
 
 def sizes(job: Job, workers: int, *, grows: bool = False) -> list[int]:
@@ -148,7 +149,7 @@ def _own_size(job: Job) -> int:
 async def measured(
     job: Job, size: int, reference: str, config: CoordinatorConfig, *, workers: int, threads: int, seconds: float
 ) -> Row:
-    """Run with this ``microbatch_size``. Raises what ends the run, and TimeoutError for workers that do not begin."""
+    """Run with this ``microbatch_size``. Raises what ends the run, and LocalError for workers that do not begin."""
     from w5xde_async.cluster.task_workers import with_own_model
     from w5xde_async.cluster.worker_processes import LocalWorkers
     from w5xde_async.coordinator.service import Coordinator
@@ -174,12 +175,21 @@ async def measured(
     bus.subscribe(see, prompt=False)
 
     async def rate(coordinator: Coordinator, count: int) -> float:
-        async with asyncio.timeout(_PATIENCE_S):
-            while coordinator.num_workers < count:
-                await _next(committed)
-            warm = steps + _WARM_STEPS
-            while steps < warm:
-                await _next(committed)
+        try:
+            async with asyncio.timeout(_PATIENCE_S) as patience:
+                while coordinator.num_workers < count:
+                    await _next(committed)
+                warm = steps + _WARM_STEPS
+                while steps < warm:
+                    await _next(committed)
+        except TimeoutError:
+            if not patience.expired():
+                raise
+            raise LocalError(
+                f"microbatch_size={size}: {coordinator.num_workers} of {count} workers have joined and computed "
+                f"{steps} steps in {_PATIENCE_S:.0f} s: they import the job, compile it, or hang in it; start one with "
+                "w5xde coordinator JOB --workers 1 to see which"
+            ) from None
         began, before = time.perf_counter(), samples
         await asyncio.sleep(seconds)
         while samples == before:  # a step takes longer

@@ -371,6 +371,7 @@ def test_it_says_what_a_run_would_choose(capsys: pytest.CaptureFixture[str]) -> 
         (["examples/llama.py:tiny", "--codec", "int5"], "int5"),
         (["examples/llama.py"], "is not FILE.py:NAME"),
         (["examples/nothing.py:job"], "there is no file"),
+        (["n" * 300 + ".py:job"], "there is no file"),
         ([], "JOB"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import io
 import os
 import platform
 import signal
@@ -35,6 +36,7 @@ from w5xde_async.process import (
     keeping_objects,
     launch,
     signals,
+    tell,
     use_batch_scheduling,
     use_short_slices,
 )
@@ -499,3 +501,10 @@ def test_what_else_it_fails_of_is_raised_as_it_is(
         launched(body, "--loop", loop)
     assert raised.value.__cause__ is None
     assert raised.value.__suppress_context__
+
+
+def test_what_is_told_is_told_in_what_the_stream_can_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert tell("p", "178 \u00b5s\n") == ExitCode.OK
+    assert raw.getvalue() == b"178 \\xb5s\n"

@@ -423,6 +423,31 @@ def test_a_token_file_without_a_token_is_refused(tmp_path: Path, text: str, what
         find_token(_token_file(tmp_path / "token", text), given_as_argument=True, environment={})
 
 
+LONG = "n" * 300  # more than a file may be called
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("j.py:j", "--profile-memory", LONG), "--profile-memory: "),
+        (("j.py:j", "--data-dir", f"{LONG}/below"), "--data-dir: "),
+    ],
+)
+def test_a_name_that_is_too_long_for_a_directory_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    assert complaint(*arguments).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [(LONG, "cannot be read: File name too long"), ("~nosuchuser/x", "no.*such a home directory")]
+)
+def test_files_of_secrets_that_can_be_nowhere(path: str, said: str) -> None:
+    settings, _ = read(WorkerSettings, ("--join-file", path), prog="p", environment={})
+    with pytest.raises(UsageError, match=f"^join file {path}.*{said}"):
+        settings.where()
+    with pytest.raises(UsageError, match=f"^token file {path}.*{said}"):
+        find_token(Path(path), given_as_argument=True, environment={})
+
+
 def test_a_token_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         find_token(tmp_path / "none", given_as_argument=True, environment={})

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -17,7 +18,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async import tune
-from w5xde_async.errors import LeafFailed, UsageError
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.errors import LeafFailed, LocalError, UsageError
 from w5xde_async.job import Job, build_model
 from w5xde_async.settings import read
 from w5xde_async.settings.programs import TuningSettings
@@ -72,6 +74,20 @@ def test_what_is_best_for_one_worker_is_named_too_and_what_nobody_shares() -> No
     assert "1.50 times as fast as 8 with 2 workers here" in said
     assert "no step is shared out to 2 workers then" in said
     assert "alone" not in said
+
+
+def test_workers_that_do_not_begin_are_told_of_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nobody(AsyncExitStack):
+        def __init__(self, *_: object, **__: object) -> None:
+            super().__init__()
+
+    monkeypatch.setattr(tune, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr("w5xde_async.cluster.worker_processes.LocalWorkers", Nobody)
+    running = tune.measured(jobs.mlp_sgd(), 16, "", CoordinatorConfig(), workers=2, threads=1, seconds=1.0)
+    with pytest.raises(
+        LocalError, match=r"^microbatch_size=16: 0 of 1 workers have joined and computed 0 steps in 0 s"
+    ):
+        asyncio.run(running)
 
 
 def test_a_plain_loop_leaves_the_job_and_torch_as_they_were() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from w5xde_async.config import Parser, size, whole
 from w5xde_async.errors import ExitCode, UsageError, W5xdeError, need
 from w5xde_async.launch.plan import Plan, name_of
+from w5xde_async.process import tell
 from w5xde_async.settings import Answer
 from w5xde_async.telemetry import wording
 
@@ -65,9 +66,9 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
     """Start it, or write it; the result is the exit code."""
     try:
         told, plan = parse(sys.argv[1:] if arguments is None else arguments, prog)
-        return _start(told, plan)
+        return _start(told, plan, prog)
     except Answer as answer:
-        return _written(f"{answer.text}\n")
+        return tell(prog, f"{answer.text}\n")
     except W5xdeError as error:
         sys.stderr.write(f"{prog}: {wording.clean(str(error))}\n")
         return error.exit_code
@@ -75,31 +76,25 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
         return ExitCode.OK
 
 
-def _start(told: argparse.Namespace, plan: Plan) -> int:
+def _start(told: argparse.Namespace, plan: Plan, prog: str) -> int:
     if told.engine == "k8s":
         from w5xde_async.launch import kubernetes
 
-        return _written(kubernetes.objects(plan, told.image)) if told.print else kubernetes.start(plan, told.image)
+        return tell(prog, kubernetes.objects(plan, told.image)) if told.print else kubernetes.start(plan, told.image)
     if told.engine == "slurm":
         from w5xde_async.launch import slurm
 
-        return _written(slurm.script(plan)) if told.print else slurm.start(plan)
+        return tell(prog, slurm.script(plan)) if told.print else slurm.start(plan)
     if told.print:
         from w5xde_async.launch.plan import fill
 
         values = {field: repr(getattr(plan, field)) for field in Plan.__dataclass_fields__}
-        return _written(fill("ray.template", **values))
+        return tell(prog, fill("ray.template", **values))
     try:
         from w5xde_async.launch import on_ray
     except ImportError:
         raise UsageError("ray is not installed: pip install 'w5xde-async[ray]'") from None
     return on_ray.run(plan)
-
-
-def _written(text: str) -> int:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-    return ExitCode.OK
 
 
 if __name__ == "__main__":

@@ -150,13 +150,21 @@ def worker_secret(secret: str, identity: str) -> str:
     return base64.urlsafe_b64encode(made).decode().rstrip("=")
 
 
+def expanded(path: Path, kind: str) -> Path:
+    """With the home that ``~`` stands for. Raises UsageError where there is none."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise UsageError(f"{kind} {path}: nobody here has such a home directory; give the whole path") from None
+
+
 def read_secret_file(path: Path, *, kind: str = "secret file") -> str:
     """The one line of a file that only its owner can read (a secret, a join string). Raises UsageError.
 
     One of root's may be readable by a group too where this is another user: that is how a container is given a secret.
     A pipe is read where a shell has opened it (``<(...)``): one with a name would be waited for until somebody writes.
     """
-    path = path.expanduser()
+    path = expanded(path, kind)
     try:
         with open(path, encoding="utf-8-sig", opener=_without_waiting) as file:
             status = os.fstat(file.fileno())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from w5xde_async.config import MOST_NAMED, NAME, PATH, THREADS, TIME, YES_OR_NO,
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError, need, utf8
 from w5xde_async.net.endpoint import parse_address
-from w5xde_async.net.join import Invitation, read_secret_file
+from w5xde_async.net.join import Invitation, expanded, read_secret_file
 from w5xde_async.settings.flags import Program, declared, read
 from w5xde_async.telemetry.progress import ProgressConfig
 from w5xde_async.updates.config import USED_BY, UpdateConfig
@@ -227,8 +228,9 @@ class WorkerSettings(Program):
     def where(self) -> str:
         """The coordinator: ``host:port`` or a join string; "" where there is no join file yet. Raises UsageError."""
         if self.join_file is not None:
-            if not self.join_file.expanduser().exists():
-                return ""
+            with suppress(OSError):  # as for a name that is too long: it is told where it is read
+                if not expanded(self.join_file, "join file").exists():
+                    return ""
             place, text = f"join file {self.join_file}", read_secret_file(self.join_file, kind="join file")
         elif self.join is not None:
             place, text = "W5XDE_JOIN or --join", self.join

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import time
 from contextlib import suppress
@@ -78,7 +79,8 @@ class Skipped:
 
 def is_record(path: Path) -> bool:
     """Whether a checkpoint lies there, whole or not."""
-    return path.is_dir() and (_DIRECTORY.fullmatch(path.name) is not None or (path / MANIFEST).exists())
+    there = os.path.isdir(path)  # not so a name that is too long, of which pathlib raises
+    return there and (_DIRECTORY.fullmatch(path.name) is not None or os.path.exists(path / MANIFEST))
 
 
 class CheckpointStore:

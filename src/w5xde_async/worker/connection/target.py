@@ -17,7 +17,7 @@ from pathlib import Path
 from w5xde_async.errors import UsageError
 from w5xde_async.net.endpoint import format_address, parse_address
 from w5xde_async.net.hanging import in_daemon_thread
-from w5xde_async.net.join import Invitation, check_strength, read_secret_file
+from w5xde_async.net.join import Invitation, check_strength, expanded, read_secret_file
 from w5xde_async.net.tls import client_context, is_loopback
 from w5xde_async.worker.config import WorkerConfig
 
@@ -77,7 +77,7 @@ class JoinFile:
 
     def __init__(self, path: Path, config: WorkerConfig, *, known: str = "") -> None:
         """``known``: what it held when it was read last."""
-        self.path, self._config, self._text = path.expanduser(), config, known
+        self.path, self._config, self._text = expanded(path, "join file"), config, known
         self._complained = ""
 
     async def changed(self) -> Target | None:
