@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -27,7 +28,7 @@ from w5xde_async.cluster import island_processes
 from w5xde_async.cluster.island_processes import IslandProcesses, Place
 from w5xde_async.cluster.ties import Ties
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import ExitCode, UsageError
+from w5xde_async.errors import ExitCode, LocalError, UsageError
 from w5xde_async.hub.members import roster
 from w5xde_async.parallel import group
 from w5xde_async.parallel.group import join_store, open_store
@@ -425,6 +426,23 @@ async def test_an_island_that_is_told_to_leave_while_ranks_are_started_leaves(at
 
     assert await Island(SHAPE, (), threads=1).run() == DRAINED
     assert [process.returncode for process in ended] == [-signal.SIGKILL] * (at + 1)
+
+
+async def test_a_rank_that_cannot_be_started_is_told_of_in_one_line_and_ends_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[Told] = []
+
+    async def start(*_: str, **__: Any) -> Any:
+        if started:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(Told())
+        return started[-1]
+
+    monkeypatch.setattr(island_processes, "start_process", start)
+    with pytest.raises(LocalError, match=r"^rank 1 of the island cannot be started: .*: Resource temporarily unava"):
+        await IslandProcesses(SHAPE, (), threads=1).run()
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_an_island_has_one_lifetime_however_often_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

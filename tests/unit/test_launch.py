@@ -66,6 +66,10 @@ def told(command: Sequence[str]) -> dict[str, Any]:
         (("--", "--port", "1"), "after --: --port is for w5xde launch to say"),
         (("--", "--workers", "1"), "after --: --workers is for w5xde launch to say"),
         (("--image", "x"), "--image is for k8s"),
+        (("--", "--update", "local", "--durability", "journal"), "durability"),
+        (("--worker-options", "--island-member foo"), "foo"),
+        (("--worker-options", "--island-member auto"), "auto"),
+        (("--workers", "500"), "--workers 500 is more than --max-workers 256"),
     ],
 )
 def test_what_the_programs_would_refuse_is_refused_first(arguments: Sequence[str], said: str) -> None:
@@ -218,6 +222,12 @@ def test_kubectl_gets_the_objects_and_a_secret_where_there_is_none(
         secret = json.loads((tmp_path / "create.yaml").read_text())
         kubernetes_validate.validate(secret, "1.37", strict=True)
         assert len(secret["stringData"]["token"]) == 64
+
+
+def test_where_a_run_on_kubernetes_lies_is_not_to_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["launch", "k8s", "train.py:job", "--workers", "3", "--image", "x", "--print", "--", "--run-dir", "here"]
+    assert main(command) == ExitCode.USAGE
+    assert "after --: --run-dir is for w5xde launch to say" in capsys.readouterr().err
 
 
 def test_kubectl_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,6 +407,7 @@ def test_a_coordinator_that_an_engine_keeps_tells_nobody_its_own_command() -> No
         (["t.py:job", "--resume", "never", "--port", "0"], "never", {},
          "w5xde coordinator t.py:job --port 0 --resume auto"),
         (["t.py:job", "--resume", "it's/step-1"], "it's/step-1", {}, "w5xde coordinator t.py:job --resume auto"),
+        (["--resume", "never", "--", "t.py:job"], "never", {}, "w5xde coordinator --resume auto -- t.py:job"),
         (["t.py:job", "--resume=a b"], "a b", {}, "w5xde coordinator t.py:job --resume auto"),
         (["t.py:job", "--name", "a --resume b"], "auto", {}, "w5xde coordinator t.py:job --name 'a --resume b'"),
         (["t.py:job"], "auto", {"W5XDE_NAME": "my run"}, "W5XDE_NAME='my run' w5xde coordinator t.py:job"),

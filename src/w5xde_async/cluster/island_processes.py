@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from w5xde_async.cluster.ties import Ties
-from w5xde_async.errors import ExitCode, RefusalCode, Refused, UsageError
+from w5xde_async.errors import ExitCode, LocalError, RefusalCode, Refused, UsageError
 from w5xde_async.parallel.shape import STORE_FD, WORD_FD, IslandShape
 from w5xde_async.runtime import is_stopped, start_process
 from w5xde_async.wire.messages import Rendezvous, Volunteer
@@ -161,7 +161,11 @@ class IslandProcesses:
                 if self._left.is_set():
                     return ExitCode.DRAINED, ""
             for rank in place.ranks:
-                self._processes.append(await self._start(rank, place, listening))
+                try:
+                    self._processes.append(await self._start(rank, place, listening))
+                except OSError as error:
+                    reason = f"{sys.executable}: {error.strerror or error}"
+                    raise LocalError(f"rank {rank} of the island cannot be started: {reason}") from error
                 if self._left.is_set():  # nobody has told this one, and the others have begun nothing without it
                     return ExitCode.DRAINED, ""
             self._has_begun = True

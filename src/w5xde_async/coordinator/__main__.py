@@ -73,7 +73,8 @@ def _goes_on(
     if resume != "auto":
         for at in reversed([at for at, word in enumerate(words) if word.partition("=")[0] == "--resume"]):
             del words[at : at + (1 if "=" in words[at] else 2)]
-        words += ["--resume", "auto"]
+        end = words.index("--") if "--" in words else len(words)  # behind it stand no flags
+        words[end:end] = ["--resume", "auto"]
     said = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if name != "W5XDE_RESUME"]
     return " ".join([*said, prog, shlex.join(words)])
 

@@ -14,13 +14,17 @@ from collections.abc import Sequence
 
 from w5xde_async.errors import ExitCode, UsageError
 from w5xde_async.launch.health import DASHBOARD_PORT
-from w5xde_async.launch.plan import HOPELESS, PORT, Plan, fill
+from w5xde_async.launch.plan import HOPELESS, PORT, Plan, fill, refuse
 
 _TOKEN = "/etc/w5xde/token"
 
 
 def objects(plan: Plan, image: str) -> str:
-    """The objects as YAML. The image's entry point is ``w5xde``, and the job is where it stands in it."""
+    """The objects as YAML. The image's entry point is ``w5xde``, and the job is where it stands in it.
+
+    Raises UsageError for a --run-dir: it is on the volume.
+    """
+    refuse(plan.options, ("--run-dir",), "after --")
     memory, cpus = json.dumps(str(plan.memory_bytes)), json.dumps(str(plan.cpus))
     coordinator: list[str | int] = [
         "coordinator", *plan.train, "--host", "0.0.0.0", "--port", PORT, "--token-file", _TOKEN, "--run-dir",

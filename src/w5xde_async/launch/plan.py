@@ -14,6 +14,7 @@ from string import Template
 from w5xde_async.errors import ExitCode, UsageError, need
 from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.settings import CoordinatorSettings, WorkerSettings, read
+from w5xde_async.worker.config import WorkerConfig
 
 PORT = 5555
 #: No other start would end otherwise: an engine is to stop at these.
@@ -54,17 +55,22 @@ class Plan:
             f"--name (if it is left out, it is made of the job's file): {self.name!r} will not do; give up to 40 small "
             "letters, digits and hyphens that begin with a letter",
         )
-        _refuse(self.options, _OURS, "after --")
+        refuse(self.options, _OURS, "after --")
         told, _ = read(CoordinatorSettings, [self.job, *self.options], prog="", environment={})
+        told.coordinator_config("as an engine gives it")
+        most = told.values["max_workers"]
+        need(self.workers <= most, f"--workers {self.workers} is more than --max-workers {most}; give that after --")
         need(
             told.values["resume"] == "auto",
             "after --: --resume would begin anew each time that the engine starts the coordinator; leave it out, and "
             "give another --name for another run",
         )
-        _refuse(self.worker_options, _OURS_OF_WORKERS, "--worker-options")
+        refuse(self.worker_options, _OURS_OF_WORKERS, "--worker-options")
         worker, _ = read(WorkerSettings, ["--server", "localhost", *self.worker_options], prog="", environment={})
-        if worker.island not in (None, "auto"):
-            IslandShape.parse(worker.island)
+        worker.make(WorkerConfig)
+        for shape in (worker.island, worker.island_member):
+            if shape is not None and not (shape == "auto" and worker.island):
+                IslandShape.parse(shape)
 
     @property
     def train(self) -> tuple[str, ...]:
@@ -115,7 +121,8 @@ class _Filled(Template):
     delimiter = "@@"  # shells have the dollar
 
 
-def _refuse(options: Sequence[str], ours: Collection[str], where: str) -> None:
+def refuse(options: Sequence[str], ours: Collection[str], where: str) -> None:
+    """Raises UsageError where ``ours``, flags that an engine's module gives, are among ``options``."""
     flags = (word.partition("=")[0].replace("_", "-") for word in options)
     if taken := next((flag for flag in flags if flag in ours), ""):
         raise UsageError(f"{where}: {taken} is for w5xde launch to say")
