@@ -26,11 +26,16 @@ class Health(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None: ...
 
 
+def of_coordinator(folder: Path, *options: str) -> Path:
+    first = folder / "cmdline"
+    words = ("/opt/w5xde/bin/python", "/opt/w5xde/bin/w5xde", "coordinator", "train.py:job", *options)
+    first.write_bytes(b"".join(word.encode() + b"\0" for word in words))
+    return first
+
+
 @pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.parametrize("ill", [False, True])
 def test_a_coordinator_is_well_while_its_dashboard_answers(secure: bool, ill: bool, tmp_path: Path) -> None:
-    first = tmp_path / "cmdline"
-    first.write_bytes(b"/opt/w5xde/bin/python\0/opt/w5xde/bin/w5xde\0coordinator\0train.py:job\0")
     with HTTPServer(("127.0.0.1", 0), Health) as server:
         server.ill = ill  # type: ignore[attr-defined]
         if secure:
@@ -40,7 +45,10 @@ def test_a_coordinator_is_well_while_its_dashboard_answers(secure: bool, ill: bo
         serving = threading.Thread(target=server.serve_forever, args=(0.01,))
         serving.start()
         try:
-            assert health.main(first, server.server_address[1]) == int(ill)
+            first = of_coordinator(tmp_path, "--dashboard-address", f"0.0.0.0:{server.server_address[1]}")
+            assert health.main(first, {}) == int(ill)
+            first, variable = of_coordinator(tmp_path), f"127.0.0.1:{server.server_address[1]}"
+            assert health.main(first, {"W5XDE_DASHBOARD_ADDRESS": variable}) == int(ill)
         finally:
             server.shutdown()
             serving.join()
@@ -50,9 +58,12 @@ def test_a_coordinator_without_an_answer_and_a_worker_without_a_dashboard(tmp_pa
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         port = nobody.getsockname()[1]
-        for role, code in ((b"coordinator", 1), (b"worker", 0)):
-            (tmp_path / "cmdline").write_bytes(b"w5xde\0" + role + b"\0")
-            assert health.main(tmp_path / "cmdline", port) == code
+        at = ("--dashboard-address", f"127.0.0.1:{port}")
+        assert health.main(of_coordinator(tmp_path, *at), {}) == 1
+        assert health.main(of_coordinator(tmp_path, *at, "--no-dashboard"), {}) == 0
+        assert health.main(of_coordinator(tmp_path, "--dashboard-address", "127.0.0.1:0"), {}) == 0
+        (tmp_path / "cmdline").write_bytes(b"w5xde\0worker\0")
+        assert health.main(tmp_path / "cmdline") == 0
 
 
 def test_the_dockerfile_says_what_the_documents_say_of_it() -> None:
