@@ -11,6 +11,7 @@ import torch
 from tests.support import island_jobs, islands
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint_sequential
 
 from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.engine import LeafError
@@ -145,6 +146,60 @@ def _accumulates(group: Group) -> None:
 def _checkpoints(group: Group) -> None:
     for job in (island_jobs.transformer(), island_jobs.normed(), island_jobs.following()):
         _alike(job, group, (4, 4, 4), checkpoint=True)
+
+
+class Mixed(nn.Module):
+    """Blocks in half precision with norms in single: before, between, and last, where both return one tensor. A mask
+    that does not lie in memory in the order of its axes."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.between, self.last = nn.LayerNorm(8), nn.LayerNorm(8), nn.LayerNorm(8)
+            self.up, self.down = nn.Linear(8, 12).bfloat16(), nn.Linear(12, 8).bfloat16()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(self.between(self.before(x)).bfloat16())
+            out: Tensor = self.last(x + self.down(torch.tanh(h)).float())
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixed.Block() for _ in range(3))
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("mask", torch.arange(32.0).view(4, 8).t() / 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x * self.mask.sum(1))
+        return out
+
+
+def _mixes(group: Group) -> None:
+    for checkpoint in (False, True):
+        _alike(_of(Mixed), group, (4, 4, 3), checkpoint=checkpoint)
+
+
+class Segments(nn.Module):
+    """Checkpointed by itself, two layers at a time."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint_sequential(list(self.blocks), 2, self.first(x), use_reentrant=self.reentrant)
+        out: Tensor = self.head(x)
+        return out
+
+
+def _segments(group: Group) -> None:
+    for Segments.reentrant in (False, True):
+        _alike(_of(Segments), group, (4, 4, 3))
 
 
 def _consuming(model: nn.Module, batch: Any) -> Tensor:
@@ -334,6 +389,41 @@ class Viewed(nn.Module):
         return out
 
 
+class Result:
+    def __init__(self, h: Tensor) -> None:
+        self.h = h
+
+
+class Wrapping(nn.Module):
+    """Its blocks return objects of its own."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Result:
+            return Result(self.second(torch.tanh(self.first(x))))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wrapping.Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).h
+        return x[:, :3]
+
+
+def _steep(model: nn.Module, batch: Any) -> Tensor:
+    """With a penalty of gradients."""
+    x, y = batch
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    return F.cross_entropy(out, y) + gradient.square().mean()
+
+
 class WritesFirst(nn.Module):
     """Each block begins by writing into what it is given."""
 
@@ -465,9 +555,12 @@ def _refuses(group: Group) -> None:
         with pytest.raises(UsageError, match=f"parameter {place}, .*or use dp"):
             _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
     _alike(island_jobs.mlp(loss=None, step=_looked_at), group, (4, 4))
-    job = _of(Viewed)
-    with pytest.raises(UsageError, match="writes in place into a view"):
-        _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
+    for job, words in (
+        (_of(Viewed), "writes in place into a view"), (_of(Wrapping), "returns its tensors in an object"),
+        (island_jobs.mlp(loss=None, step=_steep), r"gradients of gradients \(create_graph=True\)"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=words):
+            _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
     job = _of(Between)
     with pytest.raises(UsageError, match=r"'blocks\.0' runs more than once"):
         _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
@@ -478,6 +571,7 @@ CASES: dict[str, islands.Case] = {
     "transformer": _transformer, "half precision": _half, "reused in half precision": _reused_in_half,
     "accumulation": _accumulates, "checkpoints": _checkpoints, "metrics": _metrics, "sparse": _sparse, "errors": _fails,
     "shards": _divides, "refusals": _refuses, "skips": _skips, "shares": _shares, "consumes": _consumes,
+    "mixes": _mixes, "segments": _segments,
     "errors at once": _fails_at_once, "cannot be built": _cannot_be_built,
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ binary counter carries. So any number of ranks gives the bits of one process.
 No tensor that a unit is called with is replaced by a view of its own, by which ``fully_shard`` sees that backward has
 left a unit: what several units are called with (an encoder's output) would have its gradients added up unit by unit
 first, in another order than one process adds them. A unit is over when backward comes to one that was computed before
-it: autograd runs what was computed last first.
+it, and does not lie in it or around it: autograd runs what was computed last first.
 
 Nothing is divided. A gradient that a leaf does not have is nothing, not zero: who has which is told beside the data.
 Buffers and parameters that cannot be cut (scalars) are whole on every rank; their sums are rank 0's.
@@ -134,7 +134,8 @@ class FsdpEngine:
         self._num_came = 0
         self._again: set[Any] = set()  # to which it came twice, and to others in between
         self._in_forward: Any = None
-        self._in_backward: Any = None
+        self._in_backward: list[Any] = []  # from the outermost
+        self._is_backward = False
 
     # -- parameters ----------------------------------------------------------------------------------------
 
@@ -241,10 +242,12 @@ class FsdpEngine:
         self._log = []
         self._came.clear()
         self._again.clear()
-        self._num_came, self._in_forward, self._in_backward = 0, None, None
+        self._in_backward.clear()
+        self._num_came, self._in_forward, self._is_backward = 0, None, False
         with nullcontext() if self._autocast is None else self._autocast():
             loss, metrics = self._whole(piece)
         loss = scalar_loss(loss)
+        self._is_backward = True
         torch.autograd.backward(loss, torch.tensor(weight, dtype=torch.float32, device=self.device))
         self._known[last] = self._log
         current.done += 1
@@ -313,8 +316,10 @@ class FsdpEngine:
             raise error
         if "storage of size 0" in str(error):
             raise UsageError(
-                "backward needs parameters that were given up: the step writes in place into a view that a unit "
-                "returned, which hides from fully_shard that backward has come to it; use x = x + y for x += y, or dp"
+                "backward needs parameters that were given up. Either the step writes in place into a view that a unit "
+                "returned (use x = x + y for x += y), or a unit returns its tensors in an object that torch does not "
+                "look into (return tensors, tuples, dicts or dataclasses), which both hide from fully_shard that "
+                "backward has come to it; or the step asks for gradients of gradients (create_graph=True). Or use dp"
             ) from error
         if not hasattr(self._whole, "reset_iter_state"):  # as torch 2.11 has not: it cannot go on after this
             raise LoneLeafError(leaf, error) from error
@@ -437,7 +442,9 @@ class FsdpEngine:
         ignored = {cast(nn.Parameter, self._state[index]) for index in self._small}
         self.small_ids = set(map(id, ignored))
         entry_of |= {id(self._state[index]): index for index in self._small}
-        for unit in self._units:
+        self._inside: dict[Any, set[Any]] = {}  # groups of parameters, as in ``_came``, that lie in another's module
+        tops: dict[Any, nn.Module] = {}
+        for unit in self._units:  # inner ones first
             # One unit after the other gets memory, of which its shard stays.
             made = {}
             for parameter in unit.module.parameters():
@@ -460,6 +467,9 @@ class FsdpEngine:
                 root = unit.module is self._whole  # which is over when all is
                 held._register_post_backward_hook = _as_they_are if root else partial(self._forward, held)
                 if not root:
+                    modules = set(unit.module.modules())
+                    self._inside[held] = {other for other, top in tops.items() if top in modules}
+                    tops[held] = unit.module
                     held.pre_backward = partial(self._backward, unit, held, held.pre_backward)
         self._widest = 1 + max(len(unit.parts) for unit in self._units)
         self._whole.set_reduce_scatter_unused_params(True)
@@ -482,13 +492,16 @@ class FsdpEngine:
                         "while the model is built; give the job the model itself, Job(model=make()), or register the "
                         "buffer by its own value"
                     )
-                self._origin.append(live[index].detach().clone())
+                self._origin.append(live[index].detach().clone(memory_format=torch.contiguous_format))
             else:
                 self._origin.append(self._state[index].detach())
 
     def _forward(self, held: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Forward has come to a unit. What it is called with stays as it is."""
-        if held is not self._in_forward and torch.is_grad_enabled():
+        """Forward has come to a unit. What it is called with stays as it is.
+
+        Where backward computes it once more, it has not come a second time.
+        """
+        if held is not self._in_forward and torch.is_grad_enabled() and not self._is_backward:
             if held in self._came:
                 self._again.add(held)
             self._num_came += 1
@@ -496,15 +509,17 @@ class FsdpEngine:
         return args, kwargs
 
     def _backward(self, unit: _Unit, held: Any, gather: Callable[..., None], *prefetch: Any) -> None:
-        """Backward has come to what a unit returned, once for each tensor: it has left the unit that it was in."""
-        before = self._in_backward
-        if before is not None and before is not held:
-            if self._came.get(held, 0) > self._came.get(before, 0):  # it returned what it was given
+        """Backward has come to what a unit returned, once for each tensor: it has left those that it was in, but for
+        the units around this one, and in it."""
+        chain = self._in_backward
+        while chain and held not in chain and not (held in self._inside[chain[-1]] or chain[-1] in self._inside[held]):
+            if self._came.get(held, 0) > self._came.get(chain[-1], 0):  # it returned what it was given
                 if held in self._again:
                     self._refuse_another_run(unit)
                 return
-            before.post_backward()
-        self._in_backward = held
+            chain.pop().post_backward()
+        if held not in chain:
+            chain.insert(next((n for n, other in enumerate(chain) if other in self._inside[held]), len(chain)), held)
         gather(*prefetch)
 
     def _refuse_another_run(self, unit: _Unit) -> None:
