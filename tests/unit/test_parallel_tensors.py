@@ -16,7 +16,7 @@ from tests.unit.test_atoms import Transformer
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -27,7 +27,7 @@ from w5xde_async.errors import UsageError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.parallel.building import island_engine, run_step
 from w5xde_async.parallel.composed import ComposedEngine
-from w5xde_async.parallel.engine import Traced
+from w5xde_async.parallel.engine import LoneLeafError, Traced
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.replica import replica_of
 from w5xde_async.parallel.shape import IslandShape
@@ -288,6 +288,95 @@ def _of_the_job_fully_sharded(group: Group) -> None:
     with pytest.raises(LeafError, match=r"leaf 0: ValueError: a negative target"):
         together.compute(bad, (4, 4))
     _near(given, together, (4, 4))  # it has failed on all ranks alike, and nothing of it is left
+
+
+def _forgets(group: Group) -> None:
+    """Of a leaf that fails in its second microbatch, nothing is left in the next block's sums, in whatever dtype."""
+    half, single = torch.bfloat16, torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=single, output_dtype=single)
+
+    def parallelize(model: nn.Module, mesh: Any) -> None:
+        assert isinstance(model, Model)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["fsdp"], mp_policy=policy)
+
+    given = job(parallelize=parallelize, accumulate_grad_batches=2, loss=None, step=_failing)
+    together = _built("fsdp", given, group)
+    together.load(islands.changed_state(given))
+    batches = island_jobs.batches(given, (8, 8))
+    _, clean = together.compute(batches, (8, 8))
+    with pytest.raises(LeafError, match=r"leaf 0: ValueError: a negative target"):
+        together.compute([(x, torch.cat((y[:4], -y[4:] - 1))) for x, y in batches], (8, 8))
+    _, after = together.compute(batches, (8, 8))
+    for bucket, pieces in clean.items():
+        assert all(map(torch.equal, pieces, after[bucket]))
+    together.engine.close()
+
+
+class Skipping(Model):
+    """Leaves out a layer, as its data has it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.layers[int(tokens[0, 0] > 127)](self.embed(tokens))
+        out: Tensor = self.head(x)
+        return out
+
+
+def _skips(group: Group) -> None:
+    """Shapes are alike: the ranks would take one layer's parameters for another's."""
+
+    def parallelize(model: nn.Module, mesh: Any) -> None:
+        assert isinstance(model, Model)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["fsdp"])
+
+    given = job(model=Skipping, parallelize=parallelize)
+    together = _built("fsdp", given, group)
+    batches = island_jobs.batches(given, (4,) * group.size)
+    for rank, (tokens, _) in enumerate(batches):
+        tokens[0, 0] = 200 * rank
+    with pytest.raises(UsageError, match=r"different parts of the model.*\('layers.0', 'layers.1'\).*use dp"):
+        together.compute(batches, (4,) * group.size)
+    together.engine.close()
+
+
+def _fails_apart(group: Group) -> None:
+    """A leaf that fails on one rank alone: the other waits for it in an exchange, and is told."""
+
+    def parallelize(model: nn.Module, mesh: Any) -> None:
+        assert isinstance(model, Model)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["fsdp"])
+
+    given = job(parallelize=parallelize, loss=None, step=_failing)
+    together = _built("fsdp", given, group)
+    batches = island_jobs.batches(given, (4, 4))
+    batches[0] = (batches[0][0], -batches[0][1] - 1)
+    expected = RuntimeError if group.rank else LoneLeafError
+    with pytest.raises(expected, match=r"leaf 0: ValueError: a negative target|a leaf failed on another rank"):
+        together.compute(batches, (4, 4))
+    together.engine.close()
+
+
+def _steep(model: nn.Module, batch: Any) -> Tensor:
+    """With a penalty of gradients."""
+    out = model(batch[0])
+    loss = island_jobs.lm_loss(out, batch[1])
+    (gradient,) = torch.autograd.grad(loss, out, create_graph=True)
+    return loss + gradient.square().sum()
+
+
+def _second_derivatives(group: Group) -> None:
+    """What passes through a layer that is split twice would be missing."""
+    given = job(loss=None, step=_steep)
+    together = _built("tp", given, group)
+    together.load(islands.changed_state(given))
+    with pytest.raises(UsageError, match=r"gradients of gradients \(create_graph=True\)"):
+        together.compute(island_jobs.batches(given, (4,)), (4,))
+    together.engine.close()
+    loss = torch.ones((), requires_grad=True).square()
+    (first,) = torch.autograd.grad(loss, loss, create_graph=True)  # nobody else is kept from it
+    assert first == 1
 
 
 def _what_the_job_may_not_do(group: Group) -> None:
@@ -652,6 +741,7 @@ CASES: dict[str, islands.Case] = {
     "model": _model, "accumulation": _accumulates, "however it is cut": _however_it_is_cut,
     "raises": _raises, "parts of a sum": _parts_of_a_sum,
     "of the job": _of_the_job, "fully sharded by the job": _of_the_job_fully_sharded,
+    "forgets": _forgets, "skips": _skips, "fails apart": _fails_apart, "second derivatives": _second_derivatives,
     "what a job may not do": _what_the_job_may_not_do, "checkpoints": _checkpoints, "half precision": _half,
     "declared": _declared, "programs": _programs,
     "heads of a constant": _heads_of_a_constant, "odd pairs": _odd_pairs,

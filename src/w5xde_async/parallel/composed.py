@@ -12,6 +12,12 @@ their parts of what is split.
 
 A gradient of which several ranks have a copy must be the same on all. A plan that forgets to add them up (a norm over
 the heads of one rank) is refused by the parameter's name.
+
+Ranks with leaves of their own must run the same units of ``fully_shard`` in the same order, whatever their data: before
+each exchange, and at the end of a block, they make sure of it.
+
+Gradients that pass through ``DTensor`` have no gradients of their own, and ``fully_shard`` gives its parameters up
+after the first: ``create_graph=True`` is refused.
 """
 
 from __future__ import annotations
@@ -21,8 +27,8 @@ import logging
 import math
 import struct
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -43,7 +49,7 @@ from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import UsageError
 from w5xde_async.parallel.data_parallel import shard_of
 from w5xde_async.parallel.engine import EmitPieces, LoneLeafError
-from w5xde_async.parallel.group import Group, is_rank_gone
+from w5xde_async.parallel.group import Group, all_gather, is_rank_gone
 from w5xde_async.parallel.replica import Replica, made_dense
 from w5xde_async.parallel.report import Report, exchange, only, outcome_of, raise_failure
 from w5xde_async.parallel.resharding import Resharding
@@ -65,7 +71,7 @@ Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module | None]
 _DATA = "fsdp"  # the axis whose ranks have leaves of their own
 _ALIKE = 1e-3  # copies of a gradient may differ by so much (relative): other devices round otherwise
 _PATIENCE_S = 20.0  # for the other ranks, who raise what this one has raised
-_ALIKE_S = 2.0  # and for those whose leaf is another, and may not have failed
+_ENDED, _FAILED = -1, -2  # said in the place of an exchange's number
 
 
 class ComposedEngine:
@@ -101,6 +107,8 @@ class ComposedEngine:
         self._hooks: list[Any] = []
         self._valid: list[bool] = []  # of a microbatch: whose gradients count, by turn
         self._units = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+        self._unit_names = [name for name, module in self._model.named_modules() if isinstance(module, FSDPModule)]
+        self._lost: BaseException | None = None  # what an exchange raised: not the job's doing
         self._parameters = self._found(source)
         for entry in self._gathered:
             parameter: Any = self._parameters[entry]
@@ -244,7 +252,8 @@ class ComposedEngine:
             for unit in self._units:
                 unit.set_requires_gradient_sync(last, recurse=False)
         with nullcontext() if self._autocast is None else self._autocast():
-            loss, metrics = self._step(self._model, piece)
+            with _first_derivatives():
+                loss, metrics = self._step(self._model, piece)
         if isinstance(loss, DTensor):
             loss = loss.full_tensor()
         loss = scalar_loss(loss)
@@ -312,9 +321,11 @@ class ComposedEngine:
             known = self._touched | now.changed
             said[1:] = [int(entry in known) for entry in entries]
             said += struct.unpack(f"<{len(copied)}q", struct.pack(f"<{len(copied)}d", *total.norms(copied)))
-        # With leaves in turns the others may wait for this rank's part of what ``fully_shard`` exchanges, and not come.
-        patience_s = None if failure is None else _PATIENCE_S if self._turns == 1 else _ALIKE_S
+        # The others may wait for this rank's part of a layer that is split, and not come.
+        patience_s = None if failure is None else _PATIENCE_S
         try:
+            if self._turns > 1:
+                self._meet(_ENDED if failure is None else _FAILED, failure, patience_s)
             told = self._group.numbers(said, patience_s)
         except TimeoutError:
             assert failure is not None
@@ -336,6 +347,35 @@ class ComposedEngine:
                     )
         return {entry for number, entry in enumerate(entries) if any(row[1 + number] for row in told)}
 
+    def _meet(self, at: int, failure: LeafError | None = None, patience_s: float | None = None) -> None:
+        """All ranks say where they are, this one ``at`` an exchange or at the block's end, and must be at the same.
+
+        Else those that skip a unit would take another's parameters for the next. Raises UsageError; LoneLeafError where
+        the others go on without this rank's ``failure``.
+        """
+        found = {row[0] for row in self._group.numbers([at], patience_s)}
+        if len(found) == 1 or found == {_ENDED, _FAILED}:
+            return
+        if failure is not None:
+            raise LoneLeafError.alone(failure)
+        if _FAILED in found:
+            raise RuntimeError("a leaf failed on another rank, while this one went on to what fully_shard exchanges")
+        names = sorted({repr(self._unit_names[number // 2] or "the root") for number in found if number >= 0})
+        raise UsageError(
+            f"ranks compute different parts of the model for different data ({', '.join(names)}); in islands with "
+            f"{_DATA!r} all of them run the same units of fully_shard in the same order: use dp or tp"
+        )
+
+    def exchanges(self, number: int) -> None:
+        """The next exchange is this one, on all ranks. Raises UsageError."""
+        if self._turns == 1:
+            return
+        try:
+            self._meet(number)
+        except BaseException as error:
+            self._lost = error
+            raise
+
     def _report(self, own: Block, mine: Sequence[int], now: _Running, changed: set[int]) -> Report:
         own.task = only(own.task, mine)
         names, values = own.reported()
@@ -352,6 +392,8 @@ class ComposedEngine:
 
     def _failed(self, error: BaseException, leaf: int) -> LeafError:
         """Raises what is none of the job's doing, and LoneLeafError where nothing can follow."""
+        if self._lost is not None:
+            raise self._lost
         if is_interrupt(error) or isinstance(error, UsageError) or is_rank_gone(error):
             raise error
         if not self._told_of_failure:
@@ -379,9 +421,16 @@ class ComposedEngine:
     def _drop_gradients(self, *, whole_too: bool = False) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
-        if whole_too:
-            for parameter in self._gathered.values():
-                parameter.grad = None
+        if not whole_too:
+            return
+        for parameter in self._gathered.values():
+            parameter.grad = None
+        for unit in self._units:
+            state: Any = cast(Any, unit)._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one
+            for held in [state._fsdp_param_group] if groups is None else groups:
+                for parameter in () if held is None else held.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None  # of earlier microbatches, in another dtype
 
     # -- building ------------------------------------------------------------------------------------------
 
@@ -426,8 +475,8 @@ class ComposedEngine:
         self._gathered: dict[int, nn.Parameter] = {}  # as they are while ``fully_shard`` has them whole
         entry_of = {id(made[entry.name]): number for number, entry in enumerate(self.layout.entries)
                     if entry.name in made}  # fmt: skip
-        for unit in self._units:
-            self._watch(unit, entry_of)
+        for number, unit in enumerate(self._units):
+            self._watch(number, unit, entry_of)
         found = {}
         for path, module in self._model.named_modules(remove_duplicate=False):
             for name, parameter in module._parameters.items():
@@ -453,9 +502,10 @@ class ComposedEngine:
                     f"--island {_DATA}=N,tp=M, or of tp=M"
                 )
 
-    def _watch(self, unit: Any, entry_of: Mapping[int, int]) -> None:
-        """Have a unit of ``fully_shard`` sum by the tree."""
-        unit.set_custom_reduce_scatter(_TreeReduce(self))
+    def _watch(self, number: int, unit: Any, entry_of: Mapping[int, int]) -> None:
+        """Have a unit of ``fully_shard`` say what it exchanges, and sum by the tree."""
+        unit.set_custom_all_gather(_AllGather(self, 2 * number))
+        unit.set_custom_reduce_scatter(_TreeReduce(self, 2 * number + 1))
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_reduce_scatter_unused_params(True)
@@ -564,11 +614,25 @@ class _Sums:
         return [norm if math.isfinite(norm) else 0.0 for norm in found]
 
 
+class _AllGather:
+    """What ``fully_shard`` asks of an all-gather: its own, of a unit that all ranks have come to."""
+
+    def __init__(self, engine: ComposedEngine, number: int) -> None:
+        self._engine, self._number = engine, number
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self._engine.exchanges(self._number)
+        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
 class _TreeReduce:
     """What ``fully_shard`` asks of a reduce-scatter."""
 
-    def __init__(self, engine: ComposedEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: ComposedEngine, number: int) -> None:
+        self._engine, self._number = engine, number
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -576,7 +640,29 @@ class _TreeReduce:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
+        self._engine.exchanges(self._number)
         self._engine.summed(output_tensor, input_tensor)
+
+
+@contextmanager
+def _first_derivatives() -> Iterator[None]:
+    """Raises UsageError in a step that asks for gradients of gradients, which would be nothing without a word."""
+    module: Any = torch.autograd
+    run = module._engine_run_backward  # what grad, backward and Tensor.backward call
+
+    def checked(outputs: Any, given: Any, retain_graph: Any, create_graph: Any, *args: Any, **kwargs: Any) -> Any:
+        if create_graph:
+            raise UsageError(
+                "the step asks for gradients of gradients (create_graph=True), and those that pass through what tp or "
+                "Job.parallelize splits have none: use dp, or a worker of one process"
+            )
+        return run(outputs, given, retain_graph, create_graph, *args, **kwargs)
+
+    module._engine_run_backward = checked
+    try:
+        yield
+    finally:
+        module._engine_run_backward = run
 
 
 def _plain(name: str) -> str:

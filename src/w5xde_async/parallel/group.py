@@ -31,7 +31,7 @@ from w5xde_async.errors import UsageError
 
 _TCPStore: Any = vars(dist)["TCPStore"]  # torch's stubs do not export it
 # Newer torch warns of the older name.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _PATIENCE = timedelta(days=365)
 LANES = 3  #: between two ranks
 _MEETING = timedelta(minutes=1)  # for the place where ranks meet to be there
@@ -185,7 +185,7 @@ class Group:
     def all_gather(self, output: Tensor, mine: Tensor) -> None:
         """All ranks' ``mine``, of one size, one behind the other; ``mine`` may lie in its place."""
         if self.device.type == "cuda":
-            _all_gather(output.view(torch.uint8), mine.view(torch.uint8), group=self._data)
+            all_gather(output.view(torch.uint8), mine.view(torch.uint8), group=self._data)
         else:
             self._swap(output, mine, self._data)
 
