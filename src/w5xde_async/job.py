@@ -331,31 +331,7 @@ def build_model(job: Job, *, replica: bool = False) -> nn.Module:
     Raises JobError where a copy would compute other gradients.
     """
     if isinstance(job.model, nn.Module):
-        for name, parameter in job.model.named_parameters():
-            hooked: Any = parameter
-            if hooked._backward_hooks or hooked._post_accumulate_grad_hooks:
-                raise JobError(
-                    "model",
-                    f"parameter {name!r} has a hook on its gradient, which no copy of the model has",
-                    "remove it, or give a function that makes the model and its hooks (model=make)",
-                )
-        for where, part in job.model.named_modules():
-            for name, value in vars(part).items():
-                if isinstance(value, Tensor) and value.grad_fn is not None:  # as torch.nn.utils.weight_norm leaves one
-                    named = f"{where}.{name}" if where else name
-                    raise JobError(
-                        "model",
-                        f"{named!r} was computed from parameters, and torch copies no such tensor",
-                        "give a function that makes the model (model=make)",
-                    )
-        if place := _closure_over(job.model):
-            raise JobError(
-                "model",
-                f"{place} holds the model, or a part of it, as a closure, a global name in a function or a weak "
-                "reference does, and would compute with that in every copy",
-                "have it take what it needs from the module that it is given, or give a function that makes the model "
-                "(model=make)",
-            )
+        require_copyable(job.model)
         return (copy.deepcopy(job.model) if replica else job.model).train()
     return made_model(job.model, job.seed).train()
 
@@ -367,7 +343,7 @@ def replica_of(job: Job, model: nn.Module) -> nn.Module:
     made then, with its values. Raises JobError where the job's function makes no other.
     """
     if isinstance(job.model, nn.Module) or not (place := _closure_over(model)):
-        return copy.deepcopy(model)
+        return copied_model(model)
     made = build_model(job)
     ours, theirs = ([*one.parameters(), *one.buffers()] for one in (made, model))
     if not {id(tensor) for tensor in ours}.isdisjoint(map(id, theirs)):
@@ -381,6 +357,44 @@ def replica_of(job: Job, model: nn.Module) -> nn.Module:
         for own, other in zip(ours, theirs, strict=True):
             own.copy_(other)
     return made.train(model.training)
+
+
+def require_copyable(model: nn.Module) -> None:
+    """Raises JobError for a model of which a copy would compute other gradients, or that torch does not copy."""
+    for name, parameter in model.named_parameters():
+        hooked: Any = parameter
+        if hooked._backward_hooks or hooked._post_accumulate_grad_hooks:
+            raise JobError(
+                "model",
+                f"parameter {name!r} has a hook on its gradient, which no copy of the model has",
+                "remove it, or give a function that makes the model and its hooks (model=make)",
+            )
+    for where, part in model.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:  # as torch.nn.utils.weight_norm leaves one
+                named = f"{where}.{name}" if where else name
+                raise JobError(
+                    "model",
+                    f"{named!r} was computed from parameters, and torch copies no such tensor",
+                    "give a function that makes the model (model=make)",
+                )
+    if place := _closure_over(model):
+        raise JobError(
+            "model",
+            f"{place} holds the model, or a part of it, as a closure, a global name in a function or a weak reference "
+            "does, and would compute with that in every copy",
+            "have it take what it needs from the module that it is given, or give a function that makes the model "
+            "(model=make)",
+        )
+
+
+def copied_model(model: nn.Module) -> nn.Module:
+    """A copy. What hooks have computed from parameters, as ``weight_norm``'s, torch does not copy, and they compute it
+    again: it is the same tensor till then."""
+    return copy.deepcopy(model, {
+        id(value): value for part in model.modules() for value in vars(part).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    })  # fmt: skip
 
 
 def _closure_over(model: nn.Module) -> str:

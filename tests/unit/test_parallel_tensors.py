@@ -702,9 +702,38 @@ def test_layers_whose_weights_hooks_compute_stay_whole(compute: Any) -> None:
     assert set(plan_of(model, 2, lambda model: model(tokens))) == {"embed", "head"}
 
 
+class Tied(nn.Module):
+    """Layers that share biases: of a pair with one beside it, of two that are split by themselves, of one with one that
+    is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.beside = Block(F.gelu), nn.Linear(32, 64)
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 64)
+        self.small, self.last, self.head = nn.Linear(2, 64), nn.Linear(64, 64), nn.Linear(64, 256, bias=False)
+        self.embed = nn.Embedding(256, 32)
+        self.beside.bias = self.block.fc1.bias
+        self.second.bias = self.first.bias
+        self.last.bias = self.small.bias
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = self.second(torch.tanh(self.first(self.block(x)))) + self.beside(x) + self.small(x[..., :2])
+        out: Tensor = self.head(torch.tanh(self.last(x)))
+        return out
+
+
+def test_layers_that_share_a_parameter_are_split_alike_or_stay_whole() -> None:
+    with torch.device("meta"):
+        model, tokens = Tied(), torch.zeros(2, 8, dtype=torch.int64)
+    plan = plan_of(model, 2, lambda model: model(tokens))
+    assert set(plan) == {"embed", "head", "first", "second", "block.fc1", "block.fc2", "beside"}
+    assert isinstance(plan["block.fc2"], ColwiseParallel)  # each by itself
+
+
 def _odd_pairs(group: Group) -> None:
     made = [_BETWEEN[name][0] for name in ("heads by their number", "softmax")]
-    for make in (*made, partial(_computed, nn.utils.weight_norm)):
+    for make in (*made, partial(_computed, nn.utils.weight_norm), Tied):
         _near(job(model=make), _built("tp", job(model=make), group), (4, 4))
 
 

@@ -21,7 +21,7 @@ from w5xde_async.compute.batch import flatten, map_tensors
 from w5xde_async.compute.block import autocast
 from w5xde_async.compute.program.atoms import Atoms
 from w5xde_async.errors import JobError, in_one_line
-from w5xde_async.job import Job, StepFunction, build_model, state_bytes
+from w5xde_async.job import Job, StepFunction, build_model, copied_model, require_copyable, state_bytes
 from w5xde_async.plan.footprint import Activations
 from w5xde_async.users_code import users_code
 
@@ -67,6 +67,7 @@ class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def model_without_memory(job: Job) -> nn.Module:
     """The job's model in train mode, on the meta device. Raises JobError where it cannot be made there."""
     if isinstance(job.model, nn.Module):
+        require_copyable(job.model)
         known = {id(t): t.to("meta") for t in job.model.buffers()}
         for parameter in job.model.parameters():
             known[id(parameter)] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
@@ -81,7 +82,7 @@ def model_without_memory(job: Job) -> nn.Module:
 @contextmanager
 def faked(model: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
     """A copy of a model on fake tensors, and these; gradients are there, as an engine has them."""
-    model = copy.deepcopy(model)
+    model = copied_model(model)
     made: dict[int, Tensor] = {}
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in model.modules():

@@ -604,7 +604,7 @@ class Coordinator:
             if ends:
                 self.bus.publish(Warned(text=f"while the run ended: {in_one_line(error)}"))
             else:
-                self._fail(_ending(error))
+                self._fail(ending(error))
 
         try:
             async with RunTasks(fell) as tasks:

@@ -22,7 +22,7 @@ from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.program.atoms import Atoms, Part, Sizes
 from w5xde_async.compute.program.program_job import skeleton
 from w5xde_async.errors import JobError, ProgramRefused, UsageError
-from w5xde_async.job import Job, StepFunction, build_model, step_function
+from w5xde_async.job import Job, StepFunction, build_model, require_copyable, step_function
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout, named_state
 
@@ -55,6 +55,7 @@ def replica_of(job: Job, bucket_bytes: int) -> Replica:
     Raises JobError for a model that cannot be built so, ValueError for one that has no layout.
     """
     if isinstance(job.model, nn.Module):
+        require_copyable(job.model)
         meta = {id(parameter): _on_meta(parameter) for parameter in job.model.parameters()}
         model = copy.deepcopy(job.model, dict(meta)).train()
     else:

@@ -31,6 +31,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from w5xde_async.errors import UsageError
+from w5xde_async.job import copied_model
 from w5xde_async.parallel.replica import units_of
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import users_code
@@ -129,7 +130,7 @@ def part_of(model: nn.Module, ranks: int, plan: Mapping[str, ParallelStyle]) -> 
 
     Layers that are gathered stay whole: what they give is.
     """
-    part, names = copy.deepcopy(model), set[str]()
+    part, names = copied_model(model), set[str]()
     for path, chosen in plan.items():
         layer: Any = part.get_submodule(path)
         style: Any = chosen
@@ -175,7 +176,7 @@ def _inferred(model: nn.Module, ranks: int, pairs: Sequence[_Pair]) -> dict[str,
         return id(module) not in inside and extent % ranks == 0 and all(p.numel() for p in module.parameters())
 
     least = worth(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding))
-    single: dict[int, list[tuple[str, ParallelStyle]]] = {}
+    single: dict[str, tuple[nn.Linear | nn.Embedding, ParallelStyle]] = {}
     for path, module in model.named_modules():
         if path in plan:
             continue
@@ -187,11 +188,18 @@ def _inferred(model: nn.Module, ranks: int, pairs: Sequence[_Pair]) -> dict[str,
                 style = RowwiseParallel(input_layouts=Replicate())
         if style is not None:
             assert isinstance(module, nn.Linear | nn.Embedding)
-            single.setdefault(id(module.weight), []).append((path, style))
-    for weight, users in single.items():
-        if len(users) == uses[weight]:  # tied ones are split alike, or not at all
-            plan |= dict(users)
-    return plan
+            single[path] = module, style
+    while True:  # tied ones are split alike, or not at all, and so is what is tied to these
+        split = Counter(id(parameter) for module, _ in single.values() for parameter in module.parameters())
+        odd = [
+            path
+            for path, (module, _) in single.items()
+            if not uses[id(module.weight)] or any(split[id(one)] < uses[id(one)] for one in module.parameters())
+        ]
+        if not odd:
+            return plan | {path: style for path, (_, style) in single.items()}
+        for path in odd:
+            del single[path]
 
 
 def _uses(model: nn.Module) -> Counter[int]:
@@ -235,6 +243,7 @@ def _can_divide(model: nn.Module, pair: _Pair, ranks: int) -> bool:
         columns[0].out_features == row.in_features
         and all(layer.out_features % ranks == 0 for layer in columns)
         and all(uses[id(layer.weight)] == 1 and layer.weight.numel() for layer in (*columns, row))
+        and all(uses[id(parameter)] == 1 for layer in (*columns, row) for parameter in layer.parameters())
     )
 
 
@@ -252,10 +261,7 @@ class _Calls:
     """How a copy of a model, ``model``, calls its layers, and the modules that hold pairs. ``complete``: it was run."""
 
     def __init__(self, model: nn.Module, pairs: Iterable[_Pair]) -> None:
-        # What hooks have computed from parameters cannot be copied, and they compute it again.
-        computed = {id(value): value for module in model.modules() for value in vars(module).values()
-                    if isinstance(value, Tensor) and not value.is_leaf}  # fmt: skip
-        self.model = copy.deepcopy(model, dict[int, Any](computed))
+        self.model = copied_model(model)
         self.called = set[str]()
         self.complete = True
         self._source = model
