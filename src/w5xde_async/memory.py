@@ -327,15 +327,16 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _largest(units: Iterable[nn.Module], model: nn.Module) -> int:
-    """Bytes of the largest unit's parameters in float32; what is in no unit is one more."""
+    """Bytes that the unit with the most takes: itself and the next one whole, and what it is copied from, as it was
+    gathered, or later its gradient, sent and received, where it is trained. What is in no unit is one more."""
     inside: set[int] = set()
     sizes = []
-    for unit in units:
-        own = {id(p): p.numel() for p in unit.parameters()}
-        inside |= own.keys()
-        sizes.append(sum(own.values()))
-    sizes.append(sum(p.numel() for p in model.parameters() if id(p) not in inside))
-    return 4 * max(sizes)
+    for part in (*units, model):
+        own = [parameter for parameter in part.parameters() if id(parameter) not in inside]
+        inside |= set(map(id, own))
+        trained = _bytes(parameter for parameter in own if parameter.requires_grad)
+        sizes.append(2 * _bytes(own) + max(_bytes(own), 3 * trained))
+    return max(sizes)
 
 
 def table(rows: Iterable[Row]) -> str:

@@ -31,6 +31,7 @@ from w5xde_async.compute.program.tracing import probe_batches
 from w5xde_async.errors import JobError
 from w5xde_async.job import Job, build_model, step_function
 from w5xde_async.memory import Row, Survey, table
+from w5xde_async.parallel.replica import replica_of
 from w5xde_async.parallel.shape import IslandShape as Island
 from w5xde_async.plan.footprint import (
     SYNC,
@@ -52,7 +53,7 @@ from w5xde_async.plan.footprint import (
 from w5xde_async.updates.config import UpdateConfig
 
 MODEL = Model(
-    parameters=1000, gradients=800, native=0, largest_unit=200, optimizer=1600, activations=Activations(50, 70),
+    parameters=1000, gradients=800, native=0, largest_unit=1000, optimizer=1600, activations=Activations(50, 70),
     microbatch=4, microbatches=1, step=32,
 )  # fmt: skip
 
@@ -87,8 +88,8 @@ def test_ranks_that_share_the_data_hold_the_model_each() -> None:
 
 def test_shards_shrink_with_the_ranks_and_units_do_not() -> None:
     two, eight = fsdp(MODEL, 2)[0], fsdp(MODEL, 8)[0]
-    assert (two.parameters, two.gradients, two.exchange) == (1000, 3 * 400, 5 * 200)
-    assert (eight.parameters, eight.gradients, eight.exchange) == (250, 3 * 100, 5 * 200)
+    assert (two.parameters, two.gradients, two.exchange) == (1000, 3 * 400, 1000)
+    assert (eight.parameters, eight.gradients, eight.exchange) == (250, 3 * 100, 1000)
     assert fsdp(replace(MODEL, microbatches=2), 8)[0].gradients == 3 * 100 + 800
 
 
@@ -105,7 +106,7 @@ def test_both_ways_of_splitting_shrink_what_is_split() -> None:
     assert others == [one] * 7
     assert one.parameters == 125 + (400 + 300) // 4  # as it comes in, as it is computed with
     assert one.gradients == 3 * (800 - 480 + 240) // 4 + 100
-    assert (one.activations, one.exchange) == (50, 5 * 200 * 560 // 800)
+    assert (one.activations, one.exchange) == (50, 1000 * 560 // 800)
 
 
 def test_rows_of_ranks_have_what_a_row_has_and_shards_of_the_sum() -> None:
@@ -247,6 +248,44 @@ def test_a_model_that_is_there_is_measured_and_left_alone() -> None:
     Survey(_job(model, 16))
     assert not model.up.weight.is_meta
     assert model.up.weight.grad is None
+
+
+class Adapted(nn.Module):
+    """Half precision, frozen, with few trained rows beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64, bias=False).bfloat16().requires_grad_(False)
+        self.rows = nn.Parameter(torch.zeros(2, 64, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.bfloat16()
+        return torch.tanh(self.base(x) + (x @ self.rows.T) @ self.rows).float()
+
+
+def test_a_unit_is_counted_in_its_dtype_and_exchanged_where_it_is_trained() -> None:
+    job = _job(lambda: nn.Sequential(Adapted(), Adapted()), 64)
+    (need, _) = Survey(job).needs("fsdp", 2, with_job=True)
+    assert isinstance(need, Need)
+    assert need.exchange == 3 * (2 * 64 * 64 + 2 * 2 * 64)
+    job = _job(lambda: nn.Sequential(Adapted().requires_grad_(True)), 64)
+    (need, _) = Survey(job).needs("fsdp", 2, with_job=True)
+    assert isinstance(need, Need)
+    assert need.exchange == 5 * (2 * 64 * 64 + 2 * 2 * 64)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_weights_that_hooks_compute_are_measured() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(64, 64)), nn.ReLU(), nn.Linear(64, 64))
+
+    survey = Survey(_job(make, 64))
+    for mode in ("fsdp", "tp"):
+        (need, _) = survey.needs(mode, 2, with_job=True)
+        assert isinstance(need, Need)
+    for measure in (Survey, lambda job: replica_of(job, 4096)):
+        with pytest.raises(JobError, match=r"'0.weight' was computed from parameters.*\(model=make\)"):
+            measure(_job(make(), 64))
 
 
 # -- the program

@@ -123,7 +123,7 @@ def _walk(group: Group, job: Job) -> None:
 
 
 _TOWER = Model(
-    parameters=_MODEL, gradients=_MODEL, native=0, largest_unit=_UNIT, optimizer=2 * _MODEL,
+    parameters=_MODEL, gradients=_MODEL, native=0, largest_unit=5 * _UNIT, optimizer=2 * _MODEL,
     activations=Activations(0, 0), microbatch=0, microbatches=1, step=0,
 )  # fmt: skip
 

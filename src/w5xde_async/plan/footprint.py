@@ -15,9 +15,6 @@ from typing import NamedTuple
 _LEASES = 2
 _LEAVES = 2  # of a lease, for each process that computes
 _LEAVING = 1  # sums of gradients that are on their way out
-#: Largest units of a fully sharded rank that are whole at once: a unit, its gradient, what is sent and what is received
-#: of that, and the next unit.
-_UNITS = 5
 
 
 class Activations(NamedTuple):
@@ -35,7 +32,8 @@ class Model:
     parameters    with buffers, in their own dtypes
     gradients     of a block's sum, in float32
     native        gradients that are made in other dtypes than float32
-    largest_unit  of what a fully sharded rank has whole at a time, in float32
+    largest_unit  of what a fully sharded rank has whole at a time: a unit and the next one, the first's gradient, and
+                  what is sent and what is received of that
     activations   of one microbatch
     microbatch    its data; ``step``: a whole step's
     microbatches  how many a leaf sums
@@ -146,7 +144,7 @@ def fsdp(model: Model, ranks: int) -> list[Need]:
         gradients=(_LEAVES + _LEAVING) * _share(model.gradients, ranks) + whole,
         activations=model.activations.peak,
         data=model.leases,
-        exchange=_UNITS * model.largest_unit,
+        exchange=model.largest_unit,
     )
     return [each] * ranks
 
@@ -196,7 +194,7 @@ def fsdp_tp(model: Model, axes: tuple[int, int], split: tuple[int, int], activat
         gradients=(_LEAVES + 1) * _share(summed, sharded) + _LEAVING * _share(model.gradients, sharded * ranks),
         activations=activations.peak,
         data=model.leases,
-        exchange=_UNITS * unit,
+        exchange=unit,
     )
     return [each] * (sharded * ranks)
 
