@@ -15,7 +15,8 @@ from typing import Protocol
 from torch import Tensor
 
 from w5xde_async.compute.block import LeafSpec
-from w5xde_async.errors import LocalError, UsageError
+from w5xde_async.compute.engine import LeafError
+from w5xde_async.errors import LocalError
 from w5xde_async.job import Job
 from w5xde_async.parallel.engine import IslandEngine, LoneLeafError, Traced
 from w5xde_async.params.flat import ResultVector, bytes_of
@@ -171,8 +172,10 @@ class IslandExecutor:
         self._turn(Turn.COMPUTE, held.message.lease)
         try:
             return self._own.compute(held, send)
-        except (LoneLeafError, UsageError):  # to announce the end would raise something else: others may be gone by now
-            self._broken = True
+        except BaseException as error:
+            # To announce the end would wait for ranks that are not there, or raise something else: others are in the
+            # middle of the block, or gone. Only a leaf that all have seen fail has brought them all to its end.
+            self._broken = not isinstance(error, LeafError) or isinstance(error, LoneLeafError)
             raise
 
     def submit(self, asked: Submit) -> Computed:
