@@ -584,8 +584,9 @@ SUMS = tuple(name for name in CASES if name not in OWN)
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.timeout(120)
 def test_two_ranks(tmp_path: Path) -> None:
-    islands.run("tests.unit.test_parallel_fsdp", 2, tmp_path)
+    islands.run("tests.unit.test_parallel_fsdp", 2, tmp_path, timeout_s=110)
 
 
 @pytest.mark.slow

@@ -192,12 +192,12 @@ class Group:
     def _swap(self, output: Tensor, mine: Tensor, group: Any, patience: timedelta | None = None) -> None:
         """An all-gather in host memory: each rank's part goes straight to each other. gloo's own, a ring, takes twice
         as long for two ranks, and six times for a few numbers. Raises RuntimeError where one does not come."""
+        if not output.numel():
+            return
         rows = output.view(torch.uint8).view(self.size, -1)
         own, others = rows[self.rank], [(self.rank + n) % self.size for n in range(1, self.size)]
         if own.data_ptr() != mine.data_ptr():
             own.copy_(mine.view(torch.uint8))
-        if not own.numel():
-            return
         coming = [dist.irecv(rows[rank], group=group, tag=LANES, group_src=rank) for rank in others]
         going = [dist.isend(own, group=group, tag=LANES, group_dst=rank) for rank in others]
         for work in (*coming, *going):
