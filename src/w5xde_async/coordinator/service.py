@@ -188,7 +188,7 @@ class Coordinator:
             stopping.cancel()
         try:
             await self._open(prepared)
-        except BaseException:
+        except (Exception, asyncio.CancelledError):
             await self._free(self._close())
             raise
         self._main = asyncio.create_task(self._conduct(), name=f"coordinator {self.name}")
