@@ -13,19 +13,21 @@ from typing import Any
 import pytest
 import torch
 from tests.support import programs
+from torch import nn
 
 from w5xde_async.compute import engine
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import LeafSpec, Task
 from w5xde_async.compute.engine import Engine, LeafError
 from w5xde_async.compute.program import runner
-from w5xde_async.compute.program.channel import NUM_SLOTS
+from w5xde_async.compute.program.channel import _LEAST_SLOTS, _PLENTY, NUM_SLOTS, num_slots
 from w5xde_async.compute.program.sandbox import Sandbox, Sandboxed
 from w5xde_async.compute.program.tracing import probe_batches, trace
 from w5xde_async.errors import Unreachable
 from w5xde_async.job import build_model
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
+from w5xde_async.params.slots import slot_bytes
 from w5xde_async.telemetry.memory import usage_of
 from w5xde_async.worker import engine_source
 from w5xde_async.worker.config import WorkerConfig
@@ -84,6 +86,17 @@ def sandboxed(*, copies: bool) -> Iterator[tuple[Sandboxed, Task]]:
         yield made, task
     finally:
         made.close()
+
+
+@pytest.mark.parametrize("size", [1, 1 << 12, 1 << 20, 1 << 22])
+@pytest.mark.parametrize("memory_bytes", [1 << 26, 1 << 28, 1 << 30, 1 << 36])
+def test_what_the_child_may_fill_is_bounded_by_the_machines_memory(size: int, memory_bytes: int) -> None:
+    layout = Layout.of(nn.Linear(size, 1))
+    nbytes = num_slots(layout, memory_bytes) * slot_bytes(layout)
+    needed = layout.state_bytes + layout.vector_bytes + nbytes
+    assert needed <= memory_bytes or num_slots(layout, memory_bytes) == _LEAST_SLOTS
+    assert nbytes <= max(memory_bytes // 4, _PLENTY * slot_bytes(layout))
+    assert num_slots(layout, memory_bytes) == NUM_SLOTS or memory_bytes < 1 << 36
 
 
 @pytest.mark.slow

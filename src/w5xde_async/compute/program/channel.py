@@ -29,6 +29,7 @@ from w5xde_async.wire.messages import METRIC_NAME, MOST_METRICS
 
 #: Result vectors that both sides have: those of a block under way (one a level of its tree) and those that still leave.
 NUM_SLOTS = 96
+_PLENTY, _LEAST_SLOTS = 16, 4
 _MAX_ANSWER, _MAX_ORDER = 8 << 20, 1 << 30  # bytes of what the child says at once, and of what the worker does
 _LENGTH = struct.Struct(">I")
 
@@ -242,10 +243,19 @@ def send_regions(control: socket.socket, regions: Sequence[Region]) -> None:
     socket.send_fds(control, [b"m"], [region.descriptor for region in regions])
 
 
+def num_slots(layout: Layout, memory_bytes: int) -> int:
+    """How many a machine with ``memory_bytes`` has: what the child fills the worker has too, and does not lose with it.
+    All that is left beside the state for a few, and a quarter of it for more."""
+    left = memory_bytes - layout.state_bytes - layout.vector_bytes
+    size = slot_bytes(layout)
+    return max(_LEAST_SLOTS, min(NUM_SLOTS, max(left // 4, min(left, _PLENTY * size)) // size))
+
+
 class SlotPool(VectorPool):
     """Result vectors by number, in memory that both sides have."""
 
-    def __init__(self, layout: Layout, memory: Tensor, count: int = NUM_SLOTS) -> None:
+    def __init__(self, layout: Layout, memory: Tensor) -> None:
+        count = memory.numel() // slot_bytes(layout)
         super().__init__(layout, spare=count, make=self._none)
         size = slot_bytes(layout)
         self.vectors = [

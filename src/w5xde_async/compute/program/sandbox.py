@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from w5xde_async.compute.block import ComputedBlock, Emit, LeafSpec, Task
 from w5xde_async.compute.engine import Engine, LeafError
 from w5xde_async.compute.program import channel, sealing
-from w5xde_async.compute.program.channel import NUM_SLOTS, SlotPool, put
+from w5xde_async.compute.program.channel import SlotPool, num_slots, put
 from w5xde_async.compute.program.form import Document
 from w5xde_async.compute.program.program_job import skeleton
 from w5xde_async.errors import LocalError, ProgramKilled, ProgramRefused
@@ -46,7 +46,6 @@ _ENVIRONMENT = (
     "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES",
 )  # fmt: skip
 _START_S, _BUILD_S, _END_S = 120.0, 300.0, 5.0
-_IN_FLIGHT = NUM_SLOTS // 2
 
 
 def unsupported(device: torch.device) -> str:
@@ -207,7 +206,8 @@ class Sandboxed:
     ) -> None:
         """Raises ProgramRefused (ProgramKilled among them), LocalError. Blocks for as long as the check takes."""
         self.layout, self.device, self.clock = layout, torch.device("cpu"), clock
-        needed = layout.state_bytes + 2 * layout.vector_bytes
+        slots_bytes = num_slots(layout, memory_bytes) * slot_bytes(layout)
+        needed = layout.state_bytes + layout.vector_bytes + slots_bytes
         if needed > memory_bytes:
             raise ProgramRefused(f"the model needs {needed} bytes, this machine has {memory_bytes}")
         self._sandbox = sandbox
@@ -219,7 +219,7 @@ class Sandboxed:
         regions = [
             Region("program", constants_at + constant_bytes),
             Region("state", FlatState.nbytes(layout)),
-            Region("results", NUM_SLOTS * slot_bytes(layout)),
+            Region("results", slots_bytes),
             Region("batches", aligned(batch_bytes, ALIGN_BYTES) + (1 << 20)),
         ]
         program, state, slots, self._batches = (region.memory for region in regions)
@@ -253,6 +253,7 @@ class Sandboxed:
         self.incoming.adopt(self.model, buffers=False)
         self.tensors: list[Tensor] = list(state_of(self.model, layout))
         self._slots = SlotPool(layout, slots)
+        self._in_flight = max(1, len(self._slots.vectors) // 4)  # the others are a block's under way
         self._copies = VectorPool(layout)
         self._copied = copies
         self._theirs: FlatState | None = None  # the coordinator's parameters, where they are shared
@@ -322,7 +323,7 @@ class Sandboxed:
     def _compute(self, task: Task, emit: Emit, *, counting: bool) -> tuple[ComputedBlock, int]:
         began = self.clock()
         with self._freed:
-            while len(self._given) >= _IN_FLIGHT:  # the line is slower than computing: what it holds is bounded
+            while len(self._given) >= self._in_flight:  # the line is slower than computing: what it holds is bounded
                 self._freed.wait()
             released, self._released = self._released, []
         try:
@@ -346,6 +347,7 @@ class Sandboxed:
         emitted: set[int] = set()
         while isinstance(answer := self._sandbox.hear(), channel.Emit):
             self._need(answer.bucket < len(self.layout.result_buckets) and answer.bucket not in emitted)
+            self._need(answer.slot < len(self._slots.vectors))
             emitted.add(answer.bucket)
             vector = self._slots.vectors[answer.slot]
             if copy is not None:
@@ -353,6 +355,7 @@ class Sandboxed:
                 vector = copy
             emit(answer.bucket, vector)
         if isinstance(answer, channel.Failed):
+            self._need(task.start <= answer.leaf < task.start + len(task.samples))
             spent = self._spent(answer.slots, copy)
             raise LeafError.told(answer.leaf, answer.error, answer.traceback, spent, device_lost=answer.device_lost)
         if not isinstance(answer, channel.Done):
@@ -383,6 +386,7 @@ class Sandboxed:
         """The vectors that the child has given away with a block's results: to be released, whatever became of it."""
         with self._freed:
             self._need(len(set(numbers)) == len(numbers) and self._given.isdisjoint(numbers))
+            self._need(all(number < len(self._slots.vectors) for number in numbers))
             self._given.update(numbers)
         vectors = tuple(self._slots.vectors[number] for number in numbers)
         if copy is None:
