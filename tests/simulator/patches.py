@@ -26,13 +26,13 @@ __all__ = ["AS_IF_BIG", "in_virtual_world"]
 #: From which sizes on something is done as for a big model: here from the smallest.
 _Sizes = tuple[tuple[Any, str, int], ...]
 _ONE_BY_ONE: _Sizes = ((in_place, "_TOGETHER_BYTES", 0),)  # results do not leave with their DONE
-_IN_THREADS: _Sizes = (  # what the parameters' thread and others do, which takes a while
-    (InlineExecutor, "most_s", 0.1),
+_IN_THREADS: _Sizes = (  # what the parameters' thread and others do
     (aggregator, "_INLINE_ADD_BYTES", 0), (aggregator, "_INLINE_UPDATE_BYTES", -1),
     (verification, "INLINE_WEIGH_BYTES", -1), (results, "INLINE_BYTES", -1), (results, "INLINE_CODED_BYTES", -1),
 )  # fmt: skip
 _IN_PIECES: _Sizes = ((outbox, "_SEND_BYTES", 64),)  # a frame or two in a send
-AS_IF_BIG = (*_ONE_BY_ONE, *_IN_THREADS, *_IN_PIECES)
+_SLOWLY: _Sizes = ((InlineExecutor, "most_s", 0.1),)  # what those threads do
+AS_IF_BIG = (*_ONE_BY_ONE, *_IN_THREADS, *_IN_PIECES, *_SLOWLY)
 
 
 @contextmanager
@@ -53,6 +53,9 @@ def in_virtual_world(seed: str, knobs: random.Random) -> Iterator[None]:
             if knobs.random() < 0.5:
                 for owner, name, value in of_big_models:
                     put(owner, name, value)
+        if random.Random(f"{seed}/threads").random() < 0.3:
+            for owner, name, value in _SLOWLY:
+                put(owner, name, value)
         state = random.getstate()
         undo.append(lambda: random.setstate(state))
         random.seed(f"{seed}/jitter")  # of retries
