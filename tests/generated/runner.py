@@ -466,7 +466,8 @@ class _Run(Cluster):
             high = high if not quiet or scenario.min_workers == 1 else expected / scenario.workers + tolerance
         elif scenario.rule == "local" and (scenario.workers > 1 or not quiet):
             # The mean of whoever took part in its round, each by its samples: a short batch counts for less.
-            low = expected_applications(scenario, weighted=False) / (4 * scenario.workers + 4) - tolerance
+            members = max(scenario.workers, self.num_slots)  # a storm brings more
+            low = expected_applications(scenario, weighted=False) / (4 * members + 4) - tolerance
             if scenario.average != "mean":
                 low = expected * 0.0  # what few of them say is left out
         elif scenario.rule == "async" and scenario.results_per_step > 1:
