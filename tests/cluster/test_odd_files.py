@@ -106,7 +106,8 @@ async def test_a_start_that_hangs_says_so_and_ends_when_it_is_asked_to(
     assert "ends without waiting longer" in said[1]
 
 
-async def test_a_stop_that_is_asked_for_while_the_run_is_prepared_ends_it_before_its_first_step(tmp_path: Path) -> None:
+def _waiting() -> tuple[Job, asyncio.Event, asyncio.Event]:
+    """A job whose model is made, which is told, when it is answered."""
     answered, built, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     class Waiting(nn.Linear):
@@ -116,6 +117,11 @@ async def test_a_stop_that_is_asked_for_while_the_run_is_prepared_ends_it_before
             asyncio.run_coroutine_threadsafe(answered.wait(), loop).result()
 
     slow = replace(mlp_sgd(), model=Waiting, optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1))
+    return slow, built, answered
+
+
+async def test_a_stop_that_is_asked_for_while_the_run_is_prepared_ends_it_before_its_first_step(tmp_path: Path) -> None:
+    slow, built, answered = _waiting()
     coordinator = Coordinator(slow, run_dir=tmp_path / "run", config=settings())
     starting = asyncio.create_task(coordinator.start())
     await built.wait()
@@ -129,15 +135,7 @@ async def test_a_stop_that_is_asked_for_while_the_run_is_prepared_ends_it_before
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_start_that_is_cancelled_holds_nothing_however_often_it_is(tmp_path: Path, times: int) -> None:
     """Scopes of anyio cancel until they are left."""
-    answered, built, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
-
-    class Waiting(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(8, 1)
-            loop.call_soon_threadsafe(built.set)
-            asyncio.run_coroutine_threadsafe(answered.wait(), loop).result()
-
-    slow = replace(mlp_sgd(), model=Waiting, optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1))
+    slow, built, answered = _waiting()
     coordinator = Coordinator(slow, run_dir=tmp_path / "run", config=settings())
     starting = asyncio.create_task(coordinator.start())
     await built.wait()
