@@ -23,6 +23,7 @@ from tests.support.scripted import scripted, settle
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from w5xde_async.coordinator.durability.checkpointing import Checkpointing
 from w5xde_async.coordinator.monitoring.status_sampler import StatusSampler
 from w5xde_async.coordinator.parameters.owner import ParameterOwner
 from w5xde_async.coordinator.run import shutdown
@@ -178,6 +179,25 @@ async def test_commits_are_saved_whatever_the_error_says_and_whether_or_not_it_c
     assert (tmp_path / "run" / "model.safetensors").exists()
     unheard = [event for event in events if isinstance(event, Warned) and "could not be told" in event.text]
     assert len(unheard) == mute
+
+
+async def test_a_fault_of_a_task_beside_the_training_is_said_and_the_last_checkpoint_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that nobody has foreseen: the group of tasks would have been cancelled, with all that a run's end saves."""
+    events, real, left = list[Event](), Checkpointing._save, [1]
+
+    async def save(checkpointing: Checkpointing, *args: Any, **options: Any) -> None:
+        if left and left.pop():
+            raise RuntimeError("never foreseen")
+        await real(checkpointing, *args, **options)
+
+    monkeypatch.setattr(Checkpointing, "_save", save)
+    job = replace(jobs.mlp_sgd(), max_steps=400, epochs=None)
+    with pytest.raises(LocalError, match=r"a fault of the coordinator itself: RuntimeError: never foreseen"):
+        await train(lambda: job, run_dir=tmp_path / "run", events=events, checkpoint_every=2)
+    last = max(event.step for event in events if isinstance(event, StepCommitted))
+    assert max(await asyncio.to_thread(CheckpointStore(tmp_path / "run" / "checkpoints").steps)) == last
 
 
 class Hoarding(torch.optim.SGD):

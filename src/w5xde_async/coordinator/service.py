@@ -632,18 +632,18 @@ class Coordinator:
                 except Exception as error:  # the workers are told and the last commit is saved, whatever it was
                     failure = error
                 ends = True
-                ending = Shutdown(
+                shutdown = Shutdown(
                     prepared, run, self.bus, self._deadline, self._recorder,
                     elapsed=lambda: self._runtime.clock() - self._began, stopped=self._stopped,
                     look=lambda: self._outputs.look(self._runtime.clock()),
                 )  # fmt: skip
                 try:
-                    result = await ending.finish(failure, self._stop_reason, say_goodbye=say_goodbye)
+                    result = await shutdown.finish(failure, self._stop_reason, say_goodbye=say_goodbye)
                 except Exception as error:
                     if failure is not None:  # which is raised
                         self.bus.publish(Warned(text=f"the end of the run failed, too: {in_one_line(error)}"))
                     failure = failure or error
-                failure = failure or ending.export_error
+                failure = failure or shutdown.export_error
                 ticking.cancel()
                 if told is not ByeCode.STOPPING:
                     await run.training.roster.wait_for_lost(self._stopped.is_set)
