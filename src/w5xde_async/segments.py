@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,8 +42,11 @@ _MAP_FIXED = 0x10
 _MADV_DONTNEED = 4
 _FIXED_SIZE = 0 if sys.platform != "linux" else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _READ, _WRITE = (0, 0) if sys.platform == "win32" else (mmap.PROT_READ, mmap.PROT_WRITE)
-# In the kernel's words for a page: it is there, it is swapped out, it is a file's and not a copy of it.
-_PRESENT, _SWAPPED, _OF_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
+_ENTRY = 8  # bytes of a page's word in the kernel's map of pages, in the machine's order; which of them is looked at
+_TOP = 7 if sys.byteorder == "little" else 0
+# Its bits for a page: it is there, it is swapped out, it is a file's and not a copy of it.
+_PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
+_NO_COPY = bytes(top for top in range(256) if not top & (_PRESENT | _SWAPPED) or top & _OF_FILE)
 
 
 class Unshared(W5xdeError):
@@ -212,12 +214,9 @@ class Window:
         if not self.shows:
             return
         if self._pages >= 0:
-            entry = 8  # bytes of a page's
-            told = os.pread(self._pages, self._nbytes // _PAGE * entry, self._address // _PAGE * entry)
-            pages = np.frombuffer(told, dtype=np.uint64)
-            if len(pages) == self._nbytes // _PAGE and not np.any(
-                ((pages & (_PRESENT | _SWAPPED)) != 0) & ((pages & _OF_FILE) == 0)
-            ):
+            wanted = self._nbytes // _PAGE * _ENTRY
+            told = os.pread(self._pages, wanted, self._address // _PAGE * _ENTRY)
+            if len(told) == wanted and not told[_TOP::_ENTRY].translate(None, _NO_COPY):
                 return
         _libc().madvise(self._address, self._nbytes, _MADV_DONTNEED)
 

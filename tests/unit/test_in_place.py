@@ -31,6 +31,7 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import Sampler, StepPlan
 from w5xde_async.plan.tree import Block
 from w5xde_async.randomness import Claim, random_state
+from w5xde_async.segments import Segment, unsupported
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.users_code import Overdue, time_limit
 from w5xde_async.wire.messages import Done
@@ -59,21 +60,29 @@ def session(**said: Any) -> Any:
 class Rig:
     """One ``InPlace``, and who does what in a step."""
 
-    def __init__(self, job: Job | None = None, *, turns: bool = False) -> None:
+    def __init__(self, job: Job | None = None, *, turns: bool = False, shared: bool = False) -> None:
         self.job = job or jobs.mlp_sgd()
         model = build_model(self.job)
         layout = Layout.of(model)
-        state = FlatState(layout)
+        self.segment = Segment("parameters", FlatState.nbytes(layout), b"secret") if shared else None
+        state = FlatState(layout, memory=None if self.segment is None else self.segment.payload)
         state.copy_from(model)
         state.adopt(model)
-        sampler = Sampler(num_samples=64, batch_size=8, leaf_samples=8, seed=1)
+        self.sampler = sampler = Sampler(num_samples=64, batch_size=8, leaf_samples=8, seed=1)
         x, y = self.job.dataset[0:8]
         structure, self.tensors = flatten((x, y))
         self.batch: Batch | None = Batch(structure, True, (8,), self.tensors)
         self.loader: Any = SimpleNamespace(batch=lambda step, block: self.batch, can_take_turns=turns)
-        self.in_place = InPlace(self.job, self.loader, state, SyncRule.of(self.job, model, layout, state))
+        self.in_place = InPlace(
+            self.job, self.loader, state, SyncRule.of(self.job, model, layout, state), segment=self.segment
+        )
         self.plan: StepPlan = sampler.plan(0)
         self.members: list[Any] = []
+
+    def close(self) -> None:
+        self.in_place.close()
+        if self.segment is not None:
+            self.segment.close()
 
     @property
     def stands_in(self) -> bool:
@@ -168,6 +177,51 @@ def test_who_computes_otherwise_is_told_of_once() -> None:
         rig.by_worker(worker, changed=1.0)
     assert len(told) == 1
     assert told[0].startswith("w has computed other bits of a step")
+
+
+@pytest.mark.skipif(bool(unsupported()), reason="shared memory is there on Linux alone")
+def test_parameters_are_seen_where_they_lie() -> None:
+    """Nothing is copied: what the next version changes is there, and what a step writes is its own until then."""
+    calls = []
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        calls.append([p.detach().clone() for p in model.parameters()])
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        written = next(model.parameters()).data[0]
+        written.copy_(torch.stack((written.clone(), written.fill_(7.0)))[0])
+        return loss
+
+    rig = Rig(replace(jobs.mlp_sgd(), step=step, loss=None), shared=True)
+    state = rig.in_place._state
+    expected = state.views[0].clone()
+    rig.prove(session())
+    for version in (1, 2):
+        state.views[0].add_(1.0)
+        expected += 1.0
+        rig.plan = rig.sampler.plan(version)
+        assert rig.here(0.5)
+        assert torch.equal(state.views[0], expected)
+        assert torch.equal(calls[-1][0], expected)
+    engine = rig.in_place._engine
+    assert engine is not None
+    assert rig.in_place._shows
+    assert engine.incoming.groups[0].data_ptr() != state.groups[0].data_ptr()
+    rig.close()
+
+
+@pytest.mark.skipif(bool(unsupported()), reason="shared memory is there on Linux alone")
+def test_where_they_cannot_be_seen_they_are_copied() -> None:
+    rig = Rig(shared=True)
+    assert rig.segment is not None
+    rig.segment.close()
+    rig.prove(session())
+    rig.in_place._state.views[0].add_(1.0)
+    rig.plan = rig.sampler.plan(1)
+    assert rig.here(0.5)
+    assert not rig.in_place._shows
+    assert rig.in_place._engine is not None
+    assert torch.equal(rig.in_place._engine.incoming.views[0], rig.in_place._state.views[0])
+    rig.close()
 
 
 def by_part(rig: Rig, worker: Any, seconds: float = 1.0, *, changed: float = 0.0) -> bool:

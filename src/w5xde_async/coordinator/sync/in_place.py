@@ -41,6 +41,7 @@ from w5xde_async.plan.numerics import EXACT
 from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.plan.tree import Block
 from w5xde_async.randomness import Claim, random_state
+from w5xde_async.segments import Opened, Segment, Unshared
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.users_code import Overdue, time_limit, users_code
 from w5xde_async.wire.messages import Done
@@ -128,10 +129,11 @@ class InPlace:
 
     def __init__(
         self, job: Job, loader: Loader, state: FlatState, rule: SyncRule, *,
-        tell: Callable[[str], None] = lambda text: None,
+        segment: Segment | None = None, tell: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
-        """``tell``: a person, why nothing is computed here any more."""
-        self._tell = tell
+        """``segment``: what ``state`` lies in, if that can be seen from elsewhere. ``tell``: a person, why nothing is
+        computed here any more."""
+        self._tell, self._segment = tell, segment
         self._job, self._loader, self._state, self._rule = job, loader, state, rule
         self._engine: Engine | None = None
         self._over = rule.layout.vector_bytes > _MOST_BYTES or job.local_data is not None
@@ -149,6 +151,7 @@ class InPlace:
         self._settles = self._patience = self._settling  # steps by workers before the first one that is compared
         self._watched: tuple[Session, Done] | None = None  # whose part of the step under way could be computed here
         self._version = -1  # of the parameters that the engine has
+        self._shows = False  # it has ``state``'s own, and copies of pages that a step writes; else a copy of all
         self._drew = True  # nobody else had the random state, when it was asked for last
         self._lent: list[ResultVector] = []  # vectors in which parts of the step under way lie
         self._batch: Batch | None = None  # of the step under way, where it is computed here
@@ -394,9 +397,11 @@ class InPlace:
                     engine = self._engine = Engine(
                         self._job, bucket_bytes=self._rule.layout.bucket_bytes, notes_draws=False
                     )
+                    self._shows = self._show(engine)
                 if self._version != plan.step:  # as a worker does: what a step writes into its model stays until then
                     self._version = -1
-                    engine.incoming.copy_groups(self._state)
+                    if not self._shows:
+                        engine.incoming.copy_groups(self._state)
                     engine.load(range(len(engine.layout.buckets)))
                     self._version = plan.step
                 tensors = batch.tensors
@@ -429,6 +434,22 @@ class InPlace:
                         put_back(was)
             if torch.get_num_threads() != before:
                 torch.set_num_threads(before)
+
+    def _show(self, engine: Engine) -> bool:
+        """Have the engine see the parameters where they lie, as workers of this machine do. Whether it does."""
+        if self._segment is None or not engine.can_share:
+            return False
+        try:
+            opened = Opened(self._segment.told, FlatState.nbytes(engine.layout))
+        except Unshared:
+            return False
+        try:
+            engine.share(opened)
+        except Unshared:
+            return False
+        finally:
+            opened.close()
+        return True
 
     def close(self) -> None:
         """Give the engine's memory back."""
