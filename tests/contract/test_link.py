@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import struct
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -377,6 +378,29 @@ async def test_reset_by_peer(network: Pair):
         await receiving
     with pytest.raises(LinkLost):
         await network.far.recv()
+
+
+async def test_after_a_reset_every_send_says_that_the_link_is_lost_and_its_end_is_quiet(network: Pair):
+    """Also where the loop has closed the transport beneath by then."""
+    sending = asyncio.create_task(network.near.send(frame(pattern(24_000_000))))
+    await asyncio.sleep(0.01)
+    network.far.abort()
+    with pytest.raises(LinkLost):
+        await sending
+    for _ in range(2):
+        with pytest.raises(LinkLost):
+            await network.near.send(encode(Heartbeat("x")))
+    await network.near.aclose()
+
+
+async def test_the_end_of_a_link_that_was_reset_unnoticed_is_quiet(network: Pair):
+    sock = network.far._writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    network.far.abort()
+    await asyncio.sleep(0.01)
+    await network.near.aclose()
+    with pytest.raises(LinkLost, match=CLOSED_HERE):
+        await network.near.recv()
 
 
 async def test_own_close_says_so(pair: Pair):

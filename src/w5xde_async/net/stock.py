@@ -89,9 +89,13 @@ class StockChannel(Channel):
         try:
             with self._moving():
                 for piece in in_pieces(chunks, PIECE_BYTES):
-                    self._writer.write(bytes(piece))  # memory of its own
-                    await self._writer.drain()
+                    stands = not self._writer.is_closing()  # else uvloop's raises RuntimeError, asyncio's drops it
+                    if stands:
+                        self._writer.write(bytes(piece))  # memory of its own
+                    await self._writer.drain()  # which mostly knows what has ended it
                     self._check()
+                    if not stands:
+                        raise StreamLost(self.peer, CLOSED_BY_PEER)
                     self.bytes_sent += len(piece)
                     await self._moved(len(piece))
         finally:
@@ -132,7 +136,7 @@ class StockChannel(Channel):
 
     async def _say_goodbye(self) -> None:
         """Until the peer's end: closing over unread bytes would reset what it has not read yet."""
-        if self._writer.can_write_eof() and not self._receiving:
+        if self._writer.can_write_eof() and not (self._receiving or self._writer.is_closing()):
             self._writer.write_eof()
             while await self._reader.read(PIECE_BYTES):
                 pass
