@@ -18,7 +18,7 @@ import torch
 from tests.support import forking, jobs, programs, reference
 from tests.support.cluster import QUICK_WORKER, settings
 from tests.support.programs import tiny_layout
-from tests.support.sealed import ATTEMPTS, HARMLESS
+from tests.support.sealed import ATTEMPTS, HARMLESS, WITH_DEVICES
 from tests.unit.test_program_hostile import BIG, HOSTILE
 
 from w5xde_async.compute.block import LeafSpec
@@ -71,6 +71,13 @@ def test_what_computing_takes_is_let_through(tried: dict[str, str]) -> None:
     assert {name: tried[name] for name in HARMLESS} == {
         "nothing": "0", "its number": "True", "a name of a thread": "0", "another filter": "-1", "memory": str(1 << 20),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_DEVICES)
+def test_whoever_may_use_devices_signals_nobody_and_empties_no_file_on_any_kernel(
+    name: str, tried: dict[str, str]
+) -> None:
+    assert tried[name] == WITH_DEVICES[name][1]
 
 
 OPENED = """

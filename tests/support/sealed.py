@@ -1,23 +1,29 @@
 """Children of a sandbox that do what a stranger's kernels might: the entry points are tests' own, none is in src.
 
 ``python -m tests.support.sealed`` forks for each of ``ATTEMPTS``, closes that process's doors as the real child does,
-and lets it try, in plain machine calls. What came of each it says as JSON. ``tests.support.deadly`` computes, and dies.
+and lets it try, in plain machine calls. Of a child that drives a GPU, for each of ``WITH_DEVICES``, the filter alone is
+there, as if the kernel had no Landlock. What came of each it says as JSON. ``tests.support.deadly`` computes, and dies.
 """
 
 from __future__ import annotations
 
 import codecs
 import ctypes
+import errno
+import fcntl
 import json
 import os
+import resource
 import signal
 import socket
+import struct
 import sys
+import tempfile
 from collections.abc import Callable
 
 from w5xde_async.compute.program import child, sealing
 
-__all__ = ["ATTEMPTS", "HARMLESS"]
+__all__ = ["ATTEMPTS", "HARMLESS", "WITH_DEVICES"]
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -64,6 +70,28 @@ HARMLESS: dict[str, Callable[[], object]] = {
     "memory": lambda: len(bytearray(1 << 20)),
 }
 
+_PIPE, _SOCKET = os.pipe()[0], socket.socket()  # of this process, and so of those that it forks
+_FILE = tempfile.NamedTemporaryFile()  # as long as this process
+_OWNER = struct.pack("ii", 1, PARENT)
+
+#: What a child that drives a GPU tries -> what comes of it.
+WITH_DEVICES: dict[str, tuple[Callable[[], object], str]] = {
+    "say whom a pipe signals": (lambda: fcntl.fcntl(_PIPE, 8, PARENT), "SIGSYS"),
+    "say whom a pipe signals, by the newer command": (lambda: fcntl.fcntl(_PIPE, 15, _OWNER), "SIGSYS"),
+    "say what a pipe signals": (lambda: fcntl.fcntl(_PIPE, 10, signal.SIGKILL), "SIGSYS"),
+    "say whom a socket signals": (lambda: fcntl.ioctl(_SOCKET, 0x8901, struct.pack("i", PARENT)), "SIGSYS"),
+    "say whom a socket signals, by the older command": (
+        lambda: fcntl.ioctl(_SOCKET, 0x8902, struct.pack("i", PARENT)),
+        "SIGSYS",
+    ),
+    "empty a file": (lambda: call("truncate", _FILE.name.encode(), 0), str(-errno.EPERM)),
+    "set a limit": (lambda: resource.setrlimit(resource.RLIMIT_CPU, (100, 100)), "SIGSYS"),
+    "set a limit by the older call": (lambda: call("setrlimit", 0, ctypes.addressof(_LIMITS)), "SIGSYS"),
+    "another descriptor of a pipe": (lambda: fcntl.fcntl(_PIPE, fcntl.F_DUPFD_CLOEXEC, 0) > 0, "True"),
+    "what a pipe is open for": (lambda: fcntl.fcntl(_PIPE, fcntl.F_GETFL), "0"),
+    "how much waits in a pipe": (lambda: fcntl.ioctl(_PIPE, 0x541B, b"1234"), repr(bytes(4))),
+}
+
 
 def attempt(name: str) -> str:
     """What came of it: the signal that ended the process, or what the call gave."""
@@ -72,8 +100,13 @@ def attempt(name: str) -> str:
     if not pid:
         code = 1
         try:
-            child._shut(theirs, cuda=False, memory_bytes=1 << 28)
-            result = repr((ATTEMPTS | HARMLESS)[name]())
+            if name in WITH_DEVICES:
+                sealing.hide()
+                sealing.filter_calls(devices=True)
+                result = repr(WITH_DEVICES[name][0]())
+            else:
+                child._shut(theirs, cuda=False, memory_bytes=1 << 28)
+                result = repr((ATTEMPTS | HARMLESS)[name]())
             os.write(theirs.fileno(), result.encode())
             code = 0
         finally:
@@ -87,4 +120,4 @@ def attempt(name: str) -> str:
 
 if __name__ == "__main__":
     codecs.lookup("ascii")
-    sys.stdout.write(json.dumps({name: attempt(name) for name in (*ATTEMPTS, *HARMLESS)}))
+    sys.stdout.write(json.dumps({name: attempt(name) for name in (*ATTEMPTS, *HARMLESS, *WITH_DEVICES)}))

@@ -46,7 +46,7 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
 #: Calls whose arguments are looked at; see ``_program``.
 _LOOKED_AT: dict[str, tuple[int | None, int | None]] = {
     "clone": (56, 220), "clone3": (435, 435), "prctl": (157, 167), "tgkill": (234, 131), "prlimit64": (302, 261),
-    "sched_setaffinity": (203, 122),
+    "sched_setaffinity": (203, 122), "fcntl": (72, 25), "ioctl": (16, 29),
 }  # fmt: skip
 #: What nothing that computes on CUDA takes either.
 _FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
@@ -61,10 +61,10 @@ _FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
     "unshare": (272, 97), "setns": (308, 268), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
     "open_by_handle_at": (304, 265), "kcmp": (312, 272), "process_madvise": (440, 440), "setuid": (105, 146),
-    "setgid": (106, 144),
+    "setgid": (106, 144), "setrlimit": (160, 164),
 }  # fmt: skip
 #: What libraries may try and computing does without; there it fails. Landlock does not keep a process from files' modes
-#: and times, nor from other processes' limits and priorities.
+#: and times, nor from other processes' limits and priorities, and before its third version not from shortening a file.
 _DENIED: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
@@ -75,7 +75,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "shmget": (29, 194),
     "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
     "msgctl": (71, 187), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
-    "mq_open": (240, 180), "mq_unlink": (241, 181),
+    "mq_open": (240, 180), "mq_unlink": (241, 181), "truncate": (76, 45),
 }  # fmt: skip
 _CALLS = _ALLOWED | _LOOKED_AT | _FORBIDDEN | _DENIED
 
@@ -89,6 +89,8 @@ _SECCOMP = {"x86_64": 317, "aarch64": 277}
 _SECCOMP_SET_FILTER, _SECCOMP_TSYNC = 1, 1
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _CLONE_THREAD = 0x00010000
+#: Who is signalled when a descriptor is ready, and with what: any signal to any process of the user.
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NR, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in what a filter sees
 
@@ -197,6 +199,14 @@ def _program(column: int, architecture: int, *, devices: bool) -> list[bytes]:
         only["sched_setaffinity"] = [  # of the thread that calls, or the first; others are not known from strangers
             argument(0), step(_EQUAL, 0, 1, 0), step(_EQUAL, os.getpid(), 0, 1), give(_ALLOW),
             give(_ERRNO | errno.EPERM),
+        ]  # fmt: skip
+        # the kernel looks at a command's lower half alone, and so does this
+        only["fcntl"] = [
+            argument(1), step(_EQUAL, _F_SETOWN, 2, 0), step(_EQUAL, _F_SETSIG, 1, 0), step(_EQUAL, _F_SETOWN_EX, 0, 1),
+            give(_KILL), give(_ALLOW),
+        ]  # fmt: skip
+        only["ioctl"] = [
+            argument(1), step(_EQUAL, _FIOSETOWN, 1, 0), step(_EQUAL, _SIOCSPGRP, 0, 1), give(_KILL), give(_ALLOW),
         ]  # fmt: skip
     for name, block in only.items():
         if (known := _LOOKED_AT[name][column]) is not None:
