@@ -23,10 +23,12 @@ from tests.support.scripted import scripted, settle
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from w5xde_async.coordinator.durability import best
 from w5xde_async.coordinator.durability.checkpointing import Checkpointing
 from w5xde_async.coordinator.monitoring.status_sampler import StatusSampler
 from w5xde_async.coordinator.parameters.owner import ParameterOwner
 from w5xde_async.coordinator.run import shutdown
+from w5xde_async.coordinator.run.resume import KeptState
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import (
     JobError,
@@ -226,13 +228,16 @@ async def test_state_that_cannot_be_kept_ends_the_run_and_everybody_is_told(tmp_
     assert not skipped
 
 
-@pytest.mark.parametrize("fails", ["snapshot", "save", "look", "export"])
+@pytest.mark.parametrize("fails", ["snapshot", "copy", "save", "best", "look", "export"])
 async def test_whatever_fails_beside_the_training_a_run_ends_in_good_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     """The workers are told, the last checkpoint is written, and the end is announced."""
     events, left = list[Event](), [1]
-    job = replace(jobs.mlp_sgd(), evaluate=lambda model: {"one": 1.0}, evaluate_every=2, max_steps=6, epochs=None)
+    job = replace(
+        jobs.mlp_sgd(), evaluate=lambda model: {"one": 1.0}, evaluate_every=2, keep_best="min:one", max_steps=6,
+        epochs=None,
+    )  # fmt: skip
 
     def once(real: Any) -> Any:
         def failing(*args: Any, **options: Any) -> Any:
@@ -244,8 +249,12 @@ async def test_whatever_fails_beside_the_training_a_run_ends_in_good_order(
 
     if fails == "snapshot":
         monkeypatch.setattr(ParameterOwner, "snapshot", once(ParameterOwner.snapshot))
+    elif fails == "copy":
+        monkeypatch.setattr(KeptState, "record", once(KeptState.record))
     elif fails == "save":
         monkeypatch.setattr(CheckpointStore, "save", once(CheckpointStore.save))
+    elif fails == "best":
+        monkeypatch.setattr(best, "export_tensors", once(best.export_tensors))
     elif fails == "look":
         monkeypatch.setattr(StatusSampler, "look", once(StatusSampler.look))
     else:
@@ -259,6 +268,7 @@ async def test_whatever_fails_beside_the_training_a_run_ends_in_good_order(
     (end,) = [event for event in events if isinstance(event, RunFinished)]
     assert (end.outcome, end.step) == ("finished", 6)
     assert max(await asyncio.to_thread(CheckpointStore(tmp_path / "run" / "checkpoints").steps)) == 6
+    assert (tmp_path / "run" / "best.safetensors").exists()
     said = [str(event) for event in events if "no room" in str(event)]
     assert len(said) == (fails != "export")
 

@@ -286,6 +286,20 @@ async def test_a_disk_that_fails_is_said_and_tried_and_said_again(bench: Bench) 
     ]
 
 
+async def test_memory_that_lacks_for_a_moment_is_said_as_a_disk_that_fails(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(bench.disk, "write", lacking)
+    bench.append(1)
+    await bench.work()
+    (failed,) = bench.of(JournalFailed)
+    assert failed.reason.startswith("MemoryError")
+    assert (bench.told, bench.errors) == ([1], [])
+
+
 async def test_after_a_sync_that_failed_the_file_is_not_trusted_again(bench: Bench) -> None:
     """The kernel may report a lost page once: a second fsync of the same file proves nothing."""
     bench.append(1)

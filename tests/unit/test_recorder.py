@@ -466,6 +466,24 @@ def test_a_full_disk_is_named_once_and_the_run_goes_on(tmp_path: Path, caplog: p
     ]
 
 
+def test_memory_that_lacks_for_a_moment_costs_lines_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*_: object) -> str:
+        raise MemoryError
+
+    path = tmp_path / "metrics.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder_module, "dated_line", lacking)
+        recorder = write(path, step(1))
+    recorder(step(2))
+    recorder.close()
+    assert [(r["event"], r.get("step"), r.get("count")) for r in read(path)] == [
+        ("step_committed", 2, None), ("dropped", None, 1),
+    ]  # fmt: skip
+    assert "reason=out of memory" in caplog.text
+
+
 def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     write(tmp_path / "file" / "metrics.jsonl", step(1)).close()

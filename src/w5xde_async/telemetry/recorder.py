@@ -91,19 +91,19 @@ class Recorder:
                 self._wake.notify()
 
     def flush(self) -> None:
-        """Write what waits; never raises for the disk's sake. Blocking."""
+        """Write what waits; never raises for the sake of the disk or of memory. Blocking."""
         with self._disk:
             with self._wake:
                 pending, self._pending = self._pending, []
                 dropped, self._dropped = self._dropped, 0
             if not pending and not dropped:
                 return
-            lines = [dated_line(event, when) for when, event in pending]
-            if dropped:
-                lines.append(to_line({"time": round(self._wall(), 3), "event": "dropped", "count": dropped}))
             try:
+                lines = [dated_line(event, when) for when, event in pending]
+                if dropped:
+                    lines.append(to_line({"time": round(self._wall(), 3), "event": "dropped", "count": dropped}))
                 self._append("".join(lines).encode())
-            except (OSError, StoreError) as error:
+            except (OSError, StoreError, MemoryError) as error:
                 self._lose(len(pending) + dropped, error)
 
     def sync(self) -> None:
@@ -164,7 +164,7 @@ class Recorder:
             while left:
                 left = left[file.write(left) or 0 :]
             failpoint("metrics.append.after")
-        except OSError:
+        except (OSError, MemoryError):
             # Half a line would spoil the next one too.
             with suppress(OSError):
                 file.truncate(self._size)
@@ -224,12 +224,12 @@ class Recorder:
         self._file = self._filesystem.append(self._path)
         self._size = self._file.seek(0, os.SEEK_END)
 
-    def _lose(self, count: int, error: OSError | StoreError) -> None:
+    def _lose(self, count: int, error: OSError | StoreError | MemoryError) -> None:
         with self._wake:
             self._dropped += count
             first, self._warned = not self._warned, True
         if first:
-            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or "out of memory"
             logger.warning("metrics not recorded path=%s reason=%s (the run goes on)", self._path, reason)
 
 

@@ -1,7 +1,8 @@
 """The best state that a run's evaluations have found, kept as plain weights in a file of its own.
 
 The file says of which evaluation it is, so weights and value are replaced in one step, and a resume reads both from it.
-A disk that fails or hangs ends no run: what could not be written waits for the next evaluation, and for the run's end.
+A disk that fails or hangs, or memory that lacks, ends no run: what could not be written waits for the next evaluation,
+and for the run's end.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from w5xde_async.errors import CheckpointCorrupt, StoreError
+from w5xde_async.errors import CheckpointCorrupt, StoreError, in_one_line
 from w5xde_async.job import best_by
 from w5xde_async.params.layout import Layout
 from w5xde_async.store.filesystem import Filesystem, disk_errors, regular, unused
@@ -105,7 +106,12 @@ class BestModel:
         step, value = found.step, found.value
         said = json.dumps({"metric": self.metric, "best": self._direction, "value": value, "step": step})
         tensors = {name: found.snapshot[entry.name] for entry in self._layout.entries for name in entry.names}
-        export_tensors(tensors, self._path, about={_ABOUT: said}, filesystem=self._filesystem)
+        try:
+            export_tensors(tensors, self._path, about={_ABOUT: said}, filesystem=self._filesystem)
+        except StoreError:
+            raise
+        except Exception as error:  # no memory for it, say: a later one may fare better
+            raise StoreError(str(self._path), f"cannot write it: {in_one_line(error)}") from error
         return Best(metric=self.metric, value=value, step=step, path=str(self._path))
 
 

@@ -1,9 +1,10 @@
 """Checkpoints of a run, off the step path: each is a copy made between two commits, written in an executor.
 
-At most one is under way; one that falls due meanwhile is made at the next commit. A disk that fails does not end the
-run: it is said, once a minute as long as it lasts and whenever somebody asked for a checkpoint, and tried again, at
-first after seconds, later once a minute. State that no disk could keep ends the run. A checkpoint counts only when all
-that led to it is on the disk too: its steps' lines of metrics.jsonl and, with a journal, their records.
+At most one is under way; one that falls due meanwhile is made at the next commit. A disk that fails, or memory that
+lacks, does not end the run: it is said, once a minute as long as it lasts and whenever somebody asked for a checkpoint,
+and tried again, at first after seconds, later once a minute. State that no disk could keep ends the run. A checkpoint
+counts only when all that led to it is on the disk too: its steps' lines of metrics.jsonl and, with a journal, their
+records.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from w5xde_async.compute.halving import lacks_memory
 from w5xde_async.coordinator.durability.journal_writer import REMIND_S, RETRY_S, JournalWriter
 from w5xde_async.coordinator.training import Commit, ParametersNotFinite, Training
 from w5xde_async.errors import JobError, StoreError, W5xdeError, in_one_line
@@ -162,7 +164,11 @@ class Checkpointing:
         except ParametersNotFinite as error:
             self._training.phase.lifecycle.fail(error)
             return
-        except Exception as error:  # whatever a state_dict() raises: no later checkpoint would fare better
+        except Exception as error:
+            if lacks_memory(error):
+                self._put_off(step, StoreError(f"checkpoint {step}", f"cannot copy it: {in_one_line(error)}"), asked)
+                return
+            # Whatever a state_dict() raises: no later checkpoint would fare better.
             what = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
             self.save_error = JobError("optimizer", f"after step {step} its state cannot be kept: {what}")
             self._training.phase.lifecycle.fail(self.save_error)
@@ -177,13 +183,7 @@ class Checkpointing:
             self._training.phase.lifecycle.fail(error)
             return
         except StoreError as error:
-            now = self._clock()
-            self._retry_s = min(max(2 * self._retry_s, RETRY_S), REMIND_S)  # each attempt costs a copy
-            self._retry_at = now + self._retry_s
-            if asked or self.save_error is None or now >= self._remind_at:
-                self._remind_at = now + REMIND_S
-                self._bus.publish(CheckpointFailed(step=step, reason=str(error), safe_step=max(self._saved_step, 0)))
-            self.save_error = error
+            self._put_off(step, error, asked)
             return
         self.save_error, self._retry_s = None, 0.0
         self._saved_step, self._saved_version = max(self._saved_step, step), version
@@ -194,3 +194,13 @@ class Checkpointing:
                 step=step, path=str(saved.path), nbytes=saved.nbytes, pause_s=pause_s, seconds=saved.seconds
             )
         )
+
+    def _put_off(self, step: int, error: StoreError, asked: bool) -> None:
+        """It is tried again later; said at once where somebody ``asked`` for it."""
+        now = self._clock()
+        self._retry_s = min(max(2 * self._retry_s, RETRY_S), REMIND_S)  # each attempt costs a copy
+        self._retry_at = now + self._retry_s
+        if asked or self.save_error is None or now >= self._remind_at:
+            self._remind_at = now + REMIND_S
+            self._bus.publish(CheckpointFailed(step=step, reason=str(error), safe_step=max(self._saved_step, 0)))
+        self.save_error = error

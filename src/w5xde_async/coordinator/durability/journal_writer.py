@@ -4,10 +4,10 @@ A step is applied, its version published and its record queued; one thread write
 once. Only when the record is durable is the step told to whoever follows the run (docs/decisions/0014-journal.md).
 The step path runs at most ``MOST_AHEAD`` steps ahead of the disk and then waits for it.
 
-A disk that fails does not end the run. The journal stops, loudly; steps are told as soon as they are applied, as they
-are without a journal; every ``RETRY_S`` it is tried whether the disk takes a record again, and if so a checkpoint is
-asked for and a new segment begins at it. When that checkpoint is durable, and every step that was told meanwhile, the
-journal counts again.
+A disk that fails, or memory that lacks, does not end the run. The journal stops, loudly; steps are told as soon as
+they are applied, as they are without a journal; every ``RETRY_S`` it is tried whether the disk takes a record again,
+and if so a checkpoint is asked for and a new segment begins at it. When that checkpoint is durable, and every step that
+was told meanwhile, the journal counts again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any, Protocol
 
 import torch
 
-from w5xde_async.errors import CheckpointCorrupt, StoreError
+from w5xde_async.compute.halving import lacks_memory
+from w5xde_async.errors import CheckpointCorrupt, StoreError, in_one_line
 from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import VectorPool
@@ -306,10 +307,11 @@ class JournalWriter:
         self._retry_at = now + RETRY_S
         if not again:
             self._failed_at = now
-        if self._superseded or not isinstance(error, OSError | StoreError):
+        if self._superseded or not (isinstance(error, OSError | StoreError) or lacks_memory(error)):
             self._on_error(error)
         elif not again or now >= self._remind_at:
-            self._remind(explain(error) if isinstance(error, OSError) else str(error))
+            told = str(error) if isinstance(error, StoreError) else in_one_line(error)
+            self._remind(explain(error) if isinstance(error, OSError) else told)
         for item in lost:  # said first: these steps are told and not durable
             if isinstance(item, _Record):
                 self._finish(item)
