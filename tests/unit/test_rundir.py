@@ -126,6 +126,7 @@ def old_run(path: Path) -> str:
     with RunDir.open(path, resume=True) as run:
         run.next_term()
         run.metrics_path.write_text("old\n")
+        (path / "metrics.jsonl.kept").write_text("0\nold\n")  # the recorder was killed
         run.checkpoints_path.mkdir()
         (run.checkpoints_path / "step").write_text("old")
         (path / "notes.txt").write_text("the person's own")
@@ -143,6 +144,7 @@ def test_a_fresh_start_moves_the_old_run_aside(tmp_path: Path) -> None:
             assert sorted(entry.name for entry in path.iterdir()) == [".lock", "notes.txt", "run.json"]
         assert json.loads((tmp_path / f"run.old-{number}" / "run.json").read_text())["run_id"] == run_id
         assert (tmp_path / f"run.old-{number}" / "metrics.jsonl").read_text() == "old\n"
+        assert (tmp_path / f"run.old-{number}" / "metrics.jsonl.kept").exists()
         assert (tmp_path / f"run.old-{number}" / "checkpoints" / "step").exists()
 
 

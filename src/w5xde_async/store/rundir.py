@@ -43,8 +43,8 @@ _IDENTITY = "run.json"
 # What a run leaves behind, in the order in which it is set aside: journal and checkpoints first, so that a crash
 # half-way can never leave a directory that resumes a run whose history is gone; the identity last.
 _CONTENT = (
-    "journal", "checkpoints", "metrics.jsonl", "loss.png", "model.safetensors", "best.safetensors", "config.toml",
-    _IDENTITY,
+    "journal", "checkpoints", "metrics.jsonl.kept", "metrics.jsonl", "loss.png", "model.safetensors",
+    "best.safetensors", "config.toml", _IDENTITY,
 )  # fmt: skip
 #: Where the directory is a volume of its own, or what it lies in belongs to somebody else.
 _NOT_BESIDE = (errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)
