@@ -12,12 +12,13 @@ import dis
 import hashlib
 import importlib
 import importlib.util
+import math
 import os
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -43,7 +44,7 @@ StepFunction = Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Any]]]
 ENDLESS = 1_000_000_000
 
 _MOST_NESTED = 8  # attributes and containers, one in another, in which optimizers are looked for, and parts of a model
-_MOST_HELD = 1024  # by one container
+_MOST_HELD = 1024  # by one container; parts of one object of a sample
 _MOST_UNREADABLE = 64  # of the first samples, for a look at a few
 _CONSTANT = {bool, bytes, float, int, str, type(None)}
 _LABELS = ("labels", "label", "targets", "target")
@@ -255,19 +256,94 @@ def collated(collate: Callable[[list[Any]], Any] | None, samples: Iterable[Any])
 
 
 def copy_of_sample(sample: Any) -> Any:
-    """Of its own values alone: of a row, ``deepcopy`` would copy the whole table. What cannot be copied is the same."""
-    kind = type(sample)
-    if kind is dict:
-        return {key: copy_of_sample(value) for key, value in sample.items()}
-    if kind is list and _CONSTANT.issuperset(map(type, sample)):  # tokens: looking at each once is enough
-        return sample.copy()
-    if kind is list or kind is tuple:
-        return kind(map(copy_of_sample, sample))
+    """Of its own values alone: of a row, ``deepcopy`` would copy the whole table. What cannot be copied is the same,
+    and so are those attributes of an object that have very many parts: a vocabulary or a tree that all samples have."""
     try:
         with _ViewsAlone():
-            return copy.deepcopy(sample)
-    except Exception:
+            return _copied(sample, _Copies())
+    except Exception:  # nested too deeply
         return sample
+
+
+class _Copies(dict[int, Any]):
+    """What was copied so far, by what it is a copy of: the memo of a deep copy, which looks here for each part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: float = math.inf  # parts that may still be looked for
+
+    def get(self, of: int, default: Any = None) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise _TooManyParts
+        return super().get(of, default)
+
+    def whole(self, value: Any) -> Any:
+        """A deep copy. Raises _TooManyParts, and what copying its parts raises."""
+        begun, self.left = len(self), _MOST_HELD
+        try:
+            return copy.deepcopy(value, self)
+        except Exception:
+            while len(self) > begun:  # some of them are half made
+                self.popitem()
+            raise
+        finally:
+            self.left = math.inf
+
+
+class _TooManyParts(Exception):
+    pass
+
+
+def _copied(value: Any, copies: _Copies) -> Any:
+    kind = type(value)
+    if kind in _CONSTANT:
+        return value
+    if (made := copies.get(id(value))) is not None:
+        return made
+    if _is_flat(value):  # tokens: looking at each once is enough
+        made = value.copy()
+    elif kind is dict:
+        made = copies[id(value)] = {}  # before its parts: it may hold itself
+        for key, part in value.items():
+            made[key] = _copied(part, copies)
+    elif kind is list:
+        made = copies[id(value)] = []
+        for part in value:
+            made.append(_copied(part, copies))
+    elif kind is tuple:
+        parts = tuple([_copied(part, copies) for part in value])
+        made = copies.get(id(value), parts)  # a list in it may hold it
+    else:
+        try:
+            made = copies.whole(value)
+        except _TooManyParts:
+            made = _copied_by_attribute(value, copies)
+        except Exception:
+            made = value
+    copies[id(value)] = made
+    return made
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether it is a list or a dict, and has constants alone."""
+    if type(value) is dict:
+        return _CONSTANT.issuperset(map(type, value.values()))
+    return type(value) is list and _CONSTANT.issuperset(map(type, value))
+
+
+def _copied_by_attribute(value: Any, copies: _Copies) -> Any:
+    try:
+        made = copy.copy(value)
+    except Exception:
+        return value
+    copies[id(value)] = made
+    attributes = getattr(made, "__dict__", {})
+    if attributes is not getattr(value, "__dict__", None):
+        for name, part in attributes.items():
+            with suppress(Exception):
+                attributes[name] = part.copy() if _is_flat(part) else copies.whole(part)
+    return made
 
 
 class _ViewsAlone(TorchFunctionMode):
@@ -275,7 +351,10 @@ class _ViewsAlone(TorchFunctionMode):
 
     def __torch_function__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if called is Tensor.__deepcopy__ and type(args[0]) is Tensor:
-            return args[0].detach().clone().requires_grad_(args[0].requires_grad)
+            value, copies = args
+            made = copies[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
+            vars(made).update(copy.deepcopy(vars(value), copies))
+            return made
         return called(*args, **(kwargs or {}))
 
 

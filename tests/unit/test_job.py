@@ -566,6 +566,74 @@ def test_a_sample_is_copied_without_the_table_that_it_is_a_row_of() -> None:
     assert got[2].is_leaf
 
 
+def test_a_copy_of_a_sample_has_what_the_sample_has() -> None:
+    """Attributes of tensors, themselves, and the same thing twice."""
+    x, y = torch.ones(3), torch.zeros(2, requires_grad=True) * 2
+    x.label, x.seen = 5, []  # type: ignore[attr-defined]
+    for sample in (x, {"x": x}, SimpleNamespace(x=x), (x, 1)):
+        got: Any = copy_of_sample(sample)
+        found = getattr(got, "x", got["x"] if isinstance(got, dict) else got[0] if isinstance(got, tuple) else got)
+        assert (found.label, found.seen, found is x, found.seen is x.seen) == (5, [], False, False)  # type: ignore[attr-defined]
+    alike = copy_of_sample([(x, y), SimpleNamespace(x=x, y=y), x])
+    assert alike[0][0] is alike[1].x is alike[2]
+    assert alike[0][1] is alike[1].y
+    x.me = x  # type: ignore[attr-defined]
+    assert (own := copy_of_sample(x)).me is own is not x
+
+
+def test_a_sample_that_holds_itself_is_copied() -> None:
+    row: list[Any] = [torch.ones(2), [1]]
+    record: dict[str, Any] = {"row": row, "pair": (row, 1)}
+    row.append(record)
+    record["me"] = record
+    for sample in (row, record):
+        got = copy_of_sample({"sample": sample})["sample"]
+        record_, row_ = (got, got["row"]) if isinstance(got, dict) else (got[2], got)
+        assert row_[2] is record_ is record_["me"] is not record
+        assert record_["pair"][0] is row_ is not row
+        assert row_[0] is not row[0]
+        assert torch.equal(row_[0], row[0])
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert type(copy_of_sample({"deep": deep})) is dict
+
+
+def test_of_a_sample_with_a_table_that_all_have_its_own_values_alone_are_copied() -> None:
+    class Tree:
+        def __init__(self, depth: int) -> None:
+            self.parts = [Tree(depth - 1), Tree(depth - 1)] if depth else []
+
+    class Record:
+        def __init__(self, number: int) -> None:
+            self.ids, self.x, self.boxes, self.tree, self.me = [number] * 5000, torch.ones(2), {1: [2]}, tree, self
+
+    tree = Tree(10)
+    record = Record(3)
+    got = copy_of_sample([record])[0]
+    assert got is not record
+    assert got.me is got
+    assert got.tree is tree
+    for name in ("ids", "boxes"):
+        assert getattr(got, name) == getattr(record, name)
+        assert getattr(got, name) is not getattr(record, name)
+    assert got.boxes[1] is not record.boxes[1]
+    assert got.x is not record.x
+    many = set(range(5000))
+    assert copy_of_sample(many) == many
+    assert copy_of_sample(many) is not many
+
+
+def test_a_sample_that_is_copied_in_part_only_has_no_half_made_parts() -> None:
+    """What was copied before something in an object could not be is not taken for a copy of it."""
+    shared: dict[str, Any] = {"a": [1]}
+    shared["open"] = (number for number in range(3))
+    first, second = copy_of_sample([SimpleNamespace(held=shared), {"held": shared, "b": [2]}])
+    assert first.held is shared
+    assert second["held"] is not shared
+    assert second["held"] == shared
+
+
 def test_only_a_collate_of_the_jobs_own_is_given_copies() -> None:
     """Torch's changes nothing."""
     asked = list[int]()
