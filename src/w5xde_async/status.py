@@ -180,7 +180,7 @@ def _run_id(run_dir: Path) -> str | None:
     """As the store writes it; None where that cannot be read."""
     try:
         return str(json.loads(read_regular(run_dir / "run.json"))["run_id"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -142,12 +142,13 @@ async def test_a_best_of_a_course_that_was_left_or_of_another_metric_is_set_asid
                if isinstance(one, Warned))  # fmt: skip
 
 
-async def test_a_file_of_that_name_that_no_run_made_is_not_written_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mine", [b"mine", safetensors.torch.save({}, {"w5xde_async.best": "[" * 100_000})])
+async def test_a_file_of_that_name_that_no_run_made_is_not_written_over(tmp_path: Path, mine: bytes) -> None:
     path = tmp_path / "run"
     (await asyncio.to_thread(RunDir.open, path, resume=True)).close()
-    (path / "best.safetensors").write_bytes(b"mine")
+    (path / "best.safetensors").write_bytes(mine)
     await run(Scored(), path, max_steps=2)
-    assert (path / "abandoned-best.safetensors").read_bytes() == b"mine"
+    assert (path / "abandoned-best.safetensors").read_bytes() == mine
 
 
 @pytest.mark.slow

@@ -110,6 +110,7 @@ def test_a_wide_range_is_logarithmic(drawn: Any) -> None:
 
 def test_odd_records_and_names_are_passed_over(drawn: Any) -> None:
     text = line("run_started", run_name="a $\\frac{ b_", resumed_step="x") + "[1]\nnot json\n"
+    text += "[" * 100_000 + '\n{"event": ' + "[" * 100_000 + "\n"
     text += line("step_committed", step="x", loss=1) + line("step_committed", step=2, loss="nan")
     text += line("step_committed", step=3, loss=None) + line("step_committed", step=4, loss=1.0)
     text += line("evaluated", step=4, metrics=[1]) + line("evaluated", step=4) + line("evaluated", step=4, metrics=None)

@@ -291,6 +291,19 @@ def test_a_torn_last_line_is_cut_off_and_foreign_lines_stay(tmp_path: Path) -> N
     assert len(lines) == 5
 
 
+@pytest.mark.parametrize("deep", [b"[" * 100_000, b'{"event": "step_committed", "step": 1, "x": ' + b"[" * 100_000])
+def test_lines_that_nest_too_deeply_are_foreign_too(tmp_path: Path, deep: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, step(1), step(2)).close()
+    with path.open("ab") as file:
+        file.write(deep + b"\n")
+    write(path, step(3), resumed_step=2).close()
+    lines = path.read_bytes().splitlines()
+    assert lines.pop(2) == deep
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert recorder_module.recorded(path, 3).last_step == 3
+
+
 def test_a_whole_file_is_not_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, step(1)).close()

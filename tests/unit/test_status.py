@@ -231,7 +231,9 @@ async def test_another_run_at_the_address_of_one_that_was_killed(
             found = await asyncio.to_thread(status._of_run, directory)
             found._run_id = "before"  # the run there has begun anew meanwhile
             assert (await asyncio.to_thread(found.read))["run"]["run_id"] == "r1"
-            (directory / "run.json").unlink()  # nothing to compare with
+            (directory / "run.json").write_text("[" * 100_000)  # nothing to compare with
+            assert await run(*where, *how) == ExitCode.OK
+            (directory / "run.json").unlink()
             assert await run(*where, *how) == ExitCode.OK
             capsys.readouterr()
 

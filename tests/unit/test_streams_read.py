@@ -73,8 +73,9 @@ def test_what_is_asked_for_again(kind: str) -> None:
     assert reader.read(range(40, 100)) == expected[40:]
 
 
-def test_a_state_that_json_would_change_is_not_kept() -> None:
-    """It is passed over to where that was: a number that is a key would come back as text."""
+@pytest.mark.parametrize("nested", [0, 100_000])
+def test_a_state_that_json_would_change_is_not_kept(nested: int) -> None:
+    """It is passed over to where that was: keys that are numbers would come back as text, and JSON nests only so deeply."""
 
     class Keyed(IterableDataset[Any]):
         begin = at = 0
@@ -85,8 +86,11 @@ def test_a_state_that_json_would_change_is_not_kept() -> None:
                 self.at += 1
                 yield self.at
 
-        def state_dict(self) -> dict[int, int]:
-            return {0: self.at}
+        def state_dict(self) -> dict[int, Any]:
+            state: dict[int, Any] = {0: self.at}
+            for _ in range(nested):
+                state = {1: state}
+            return state
 
         def load_state_dict(self, state: dict[int, int]) -> None:
             self.begin = state[0]

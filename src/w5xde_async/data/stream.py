@@ -339,7 +339,7 @@ class StreamReader:
         try:
             kept = json.loads(json.dumps(state, allow_nan=False))
             return kept if kept == state else None
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             return None
 
     def _seeded(self, take: Callable[[], list[Any]], here: Mark) -> list[Any]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from w5xde_async.errors import in_one_line
 from w5xde_async.store.filesystem import regular
-from w5xde_async.telemetry.records import mended, number
+from w5xde_async.telemetry.records import UNREADABLE, mended, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -185,10 +185,10 @@ def _read(path: Path, given_up: Callable[[], bool]) -> _History:
         for line in file:
             if given_up():
                 break
-            with suppress(ValueError):  # torn, or not ours
+            with suppress(*UNREADABLE):  # torn, or not ours
                 try:
                     record = _record.decode(line)
-                except ValueError:
+                except UNREADABLE:
                     record = _record.decode(mended(line))
                 _note(history, record)
     return history

@@ -30,7 +30,7 @@ from w5xde_async.errors import StoreError
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.filesystem import Filesystem, is_at, read_regular, regular, temporary_beside
 from w5xde_async.telemetry.events import Event
-from w5xde_async.telemetry.records import dated_line, mended, number, read_records, to_line
+from w5xde_async.telemetry.records import UNREADABLE, dated_line, mended, number, read_records, to_line
 
 logger = logging.getLogger(__name__)
 
@@ -289,10 +289,10 @@ def _redone(file: BinaryIO, resumed_step: int, replayed: Sequence[Mapping[str, o
     kept, stays = list[bytes](), 0
     for at, line in lines:
         found = _Stepped()  # one that cannot be read is not ours to judge; readers pass over it
-        with suppress(ValueError):
+        with suppress(*UNREADABLE):
             try:
                 found = _stepped.decode(line)
-            except ValueError:
+            except UNREADABLE:
                 found = _stepped.decode(mended(line))
         if found.step > resumed_step:
             begins, stays = at, len(kept)

@@ -25,6 +25,8 @@ from w5xde_async.telemetry.events import Event, StepCommitted
 
 #: Fields of events that may hold a secret: what is kept or passed on goes without them.
 SECRETS = ("worker_command", "dashboard_link")
+#: What reading a line raises that is none, or that nests too deeply.
+UNREADABLE = (ValueError, RecursionError)
 
 
 @cache
@@ -66,14 +68,17 @@ def read_records(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[
         if last_bytes is not None:
             file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
         for line in file:
-            with suppress(ValueError):
+            with suppress(*UNREADABLE):
                 record = json.loads(line)
                 if isinstance(record, dict):
                     yield record
 
 
 def mended(line: bytes) -> bytes:
-    """A line that has half a character, as earlier versions wrote, without: msgspec takes none. Raises ValueError."""
+    """A line that has half a character, as earlier versions wrote, without: msgspec takes none.
+
+    Raises UNREADABLE.
+    """
     record = plain_value(json.loads(line))
     if not isinstance(record, Mapping):
         raise ValueError("it is no record")

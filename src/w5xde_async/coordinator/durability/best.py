@@ -136,7 +136,7 @@ def take_up_best(keep_best: str, directory: RunDir, last_step: int | None, notes
                 return Best(metric=metric, value=value, step=step, path=str(path))
         except FileNotFoundError:
             return None
-        except (CheckpointCorrupt, ValueError, KeyError, TypeError, AttributeError):
+        except (CheckpointCorrupt, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             reason = "no evaluation of a run is told in it"
         aside = unused(path.with_name(f"abandoned-{path.name}"))
         directory.filesystem.rename(path, aside)
