@@ -47,7 +47,7 @@ def test_people_are_told_of_steps_counted_from_one() -> None:
 
     queue: Any = None
     failures: list[BaseException] = []
-    executor = SimpleNamespace(newest_first=False, exact=True, version=0, compute=compute)
+    executor = SimpleNamespace(newest_first=False, exact=True, has_room=True, version=0, compute=compute)
     answers = SimpleNamespace(is_revoked=lambda lease: False, done=lambda *_: None, result=lambda *_: None)
     try:
         loop.run_until_complete(run())

@@ -48,7 +48,7 @@ from w5xde_async.worker.connection.dialing import _LONGEST_PAUSE_S, _pause_s
 from w5xde_async.worker.connection.handshake import Receive, fetch_program
 from w5xde_async.worker.connection.leases import Leases
 from w5xde_async.worker.executors.coded import CodedExecutor
-from w5xde_async.worker.executors.executor import HeldLease, LeaseExecutor
+from w5xde_async.worker.executors.executor import HeldLease, LeaseExecutor, Unsent
 from w5xde_async.worker.executors.in_place import InPlaceExecutor
 from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 
@@ -482,6 +482,52 @@ async def test_the_memory_of_a_failed_leaf_is_free_where_its_link_is_lost_before
         coordinator.compute.let_go()
         await coordinator.settle()
         assert released == [vector]
+
+
+def without_room(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> ResultVector:
+    """Its engine has none until this is released."""
+    engine = coordinator.engine
+    vector, release = ResultVector(engine.layout), engine.release
+
+    def makes_room(released: ResultVector) -> None:
+        if released is vector:
+            monkeypatch.setattr(engine, "has_room", True)
+        else:
+            release(released)
+
+    monkeypatch.setattr(engine, "has_room", False)
+    monkeypatch.setattr(engine, "release", makes_room)
+    return vector
+
+
+async def test_a_lease_for_whose_results_there_is_no_room_waits_in_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as coordinator:
+        vector, pool = without_room(coordinator, monkeypatch), coordinator.compute
+        await coordinator.publish(0)
+        await coordinator.lease(1)
+        await coordinator.settle()
+        pool.let_go()
+        await coordinator.lease(2)
+        await coordinator.settle()
+        assert not pool.waiting
+        assert coordinator.leases.activity == "waiting for results to leave"
+        coordinator.leases._release([vector])
+        pool.let_go()
+        await coordinator.settle()
+        assert [done.lease for done in coordinator.all(Done)] == [1, 2]
+
+
+async def test_what_an_earlier_link_has_left_keeps_no_lease_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as coordinator:
+        other = Lease(9, 0, 0, 6, (2,), 60.0, True, b"")
+        done = Done(9, (0.0, 0.0), (), (), (), (), 0, 0.0, 0.0)
+        coordinator.leases._earlier.append(Unsent(other, (), done, (without_room(coordinator, monkeypatch),)))
+        await coordinator.publish(0)
+        await coordinator.lease(1)
+        await coordinator.settle()
+        coordinator.compute.let_go()
+        await coordinator.settle()
+        assert [done.lease for done in coordinator.all(Done)] == [1]
 
 
 @pytest.mark.parametrize(

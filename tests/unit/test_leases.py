@@ -17,7 +17,7 @@ from w5xde_async.worker.connection.leases import Leases
 
 def leases_of(own: Any = None) -> Leases:
     executor: Any = SimpleNamespace(
-        parameters=None, capacity_bytes=100, exact=True, repeatable=True, admit=lambda message: False
+        parameters=None, capacity_bytes=100, exact=True, repeatable=True, has_room=True, admit=lambda message: False
     )
     outbox: Any = None
     thread = ComputeThread(pool=None)  # type: ignore[arg-type]

@@ -3,16 +3,19 @@ open. What the doors keep in is ``tests/process/test_sandbox.py``'s."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 import torch
 from tests.support import programs
+from tests.support.memory_links import memory_pair
 from torch import nn
 
 from w5xde_async.compute import engine
@@ -23,14 +26,19 @@ from w5xde_async.compute.program import runner
 from w5xde_async.compute.program.channel import _LEAST_SLOTS, _PLENTY, NUM_SLOTS, num_slots
 from w5xde_async.compute.program.sandbox import Sandbox, Sandboxed
 from w5xde_async.compute.program.tracing import probe_batches, trace
-from w5xde_async.errors import Unreachable
+from w5xde_async.errors import LinkLost, Unreachable
 from w5xde_async.job import build_model
-from w5xde_async.params.flat import ResultVector
+from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.slots import slot_bytes
 from w5xde_async.telemetry.memory import usage_of
+from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
+from w5xde_async.wire.messages import Lease, Params, Ready, Welcome
 from w5xde_async.worker import engine_source
 from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.connection.compute_queue import ComputeThread
+from w5xde_async.worker.connection.connection import Connection
+from w5xde_async.worker.executors.in_place import InPlaceExecutor
 from w5xde_async.worker.service import Worker
 
 
@@ -62,15 +70,17 @@ class Here(Sandbox):
 
 
 @contextmanager
-def sandboxed(*, copies: bool) -> Iterator[tuple[Sandboxed, Task]]:
+def sandboxed(*, copies: bool, slots: int = 0) -> Iterator[tuple[Sandboxed, Task]]:
+    """``slots``: on a machine that has memory for no more results; 0: on any."""
     job = programs.TRACEABLE["mlp"]()
     model = build_model(job)
     layout = Layout.of(model, bucket_bytes=1 << 12)
     (batch,) = probe_batches(job, [job.microbatch_samples])
     document = trace(job, model, layout, [batch])
+    memory_bytes = layout.state_bytes + layout.vector_bytes + slots * slot_bytes(layout) if slots else 1 << 30
     made = Sandboxed(
         Here(), document, layout, LeafSpec(1, "fp32", job.microbatch_samples, 1), batch_bytes=1 << 20,
-        memory_bytes=1 << 30, copies=copies,
+        memory_bytes=memory_bytes, copies=copies,
     )  # fmt: skip
     structure, tensors = flatten(batch)
     task = Task(
@@ -127,6 +137,57 @@ def test_leaves_that_fail_after_some_of_them_has_left_cost_no_slot(
         failing = False
         outcome = made.compute(task, lambda bucket, vector: None)
         assert len(outcome.losses) == 1
+
+
+def test_results_that_have_not_left_take_room_from_the_next_block() -> None:
+    with sandboxed(copies=False, slots=6) as (made, task):
+        assert made.has_room
+        vectors = made.compute(task, lambda bucket, vector: None).vectors
+        assert not made.has_room
+        for vector in vectors:
+            made.release(vector)
+        assert made.has_room
+
+
+def test_a_link_that_is_lost_while_the_next_block_has_no_room_ends() -> None:
+    """Its compute thread waited for what its own unsent results held."""
+    with sandboxed(copies=False, slots=6) as (made, task), ThreadPoolExecutor(1) as pool:
+        asyncio.run(lose_link(made, task, pool))
+
+
+async def lose_link(made: Sandboxed, task: Task, pool: Executor) -> None:
+    near, far = memory_pair(limit_bytes=4096)
+    near.caps = far.caps = SESSION_CAPS
+    layout = made.layout
+    welcome = Welcome("0" * 16, "served", 1, 0, "fp32", 2, 1, 1 << 12, layout.fingerprint, 1e6, 2e6)
+    connection = Connection(near, welcome, ComputeThread(pool=pool))
+
+    async def prepare(*_: Any) -> tuple[InPlaceExecutor, Ready]:
+        return InPlaceExecutor(made, capacity_bytes=1 << 30), Ready(layout.fingerprint, "cpu", "test", 1, "0")
+
+    running = asyncio.create_task(connection.run(prepare))
+    await far.recv()  # READY; from here on nothing is read
+    for bucket in layout.buckets:
+        data = bytes(made.incoming.bucket_bytes[bucket.index])
+        spec = BufferSpec("", "float32", (bucket.numel,), "raw", len(data))
+        await far.send(encode(Params(0, bucket.index, len(layout.buckets), 1.0), ((spec, data),)))
+    buffers = [
+        (BufferSpec("", str(t.dtype).removeprefix("torch."), tuple(t.shape), "raw", t.nbytes), bytes_of(t))
+        for t in task.tensors
+    ]
+    for number in (1, 2):
+        lease = Lease(number, 0, 0, number - 1, task.samples, 60.0, False, task.structure)
+        await far.send(encode(lease, buffers))
+    assert connection.leases is not None
+    while not connection.leases._unsent or made.has_room:  # noqa: ASYNC110 - a block's end tells nobody
+        await asyncio.sleep(0)
+    far.abort()
+    ended, _ = await asyncio.wait([running], timeout=10.0)
+    for vector in made._slots.vectors if not ended else ():  # or the thread, and this test, would never end
+        made.release(vector)
+    assert ended
+    assert isinstance(running.exception(), LinkLost)
+    assert [one.lease.lease for one in connection.unsent] == [1]
 
 
 def test_what_another_process_uses_is_known() -> None:

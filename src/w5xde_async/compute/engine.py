@@ -177,6 +177,7 @@ class Engine:
         self._live = self._transfer.attach(self.model)
         self._buffers = BufferMerge(layout, self.model, self._transfer.origin, silent)
         self.child = 0  #: it computes in this process
+        self.has_room = True  #: vectors are made as they are needed
         self._pool = self._transfer.host_pool
         if not self._transfer.on_host:
             self._pool = VectorPool(layout, spare=4, make=self._transfer.make_vector)

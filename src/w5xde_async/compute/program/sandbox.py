@@ -188,8 +188,8 @@ class Sandboxed:
     """An engine (``compute.engine``) whose child computes. All methods but ``release`` belong to one thread.
 
     To others it is an engine on the CPU: what it takes and gives lies in host memory, also where the child drives a
-    GPU. ``copies``: results are copied out of the shared memory before anybody has them; for those who do more with
-    them than add and send (codecs sort and index).
+    GPU. A block is begun only while it ``has_room``. ``copies``: results are copied out of the shared memory before
+    anybody has them; for those who do more with them than add and send (codecs sort and index).
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Sandboxed:
         self._copies = VectorPool(layout)
         self._copied = copies
         self._theirs: FlatState | None = None  # the coordinator's parameters, where they are shared
-        self._freed = threading.Condition()
+        self._lock = threading.Lock()
         self._released: list[int] = []  # to be told to the child
         self._given: set[int] = set()  # slots that the child has filled and that are not released
 
@@ -303,10 +303,14 @@ class Sandboxed:
         if number < 0:
             self._copies.give(vector)
             return
-        with self._freed:
+        with self._lock:
             self._released.append(number)
             self._given.discard(number)
-            self._freed.notify()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a block may be computed: on a line that is slower than computing, what waits for it is bounded."""
+        return len(self._given) < self._in_flight
 
     @property
     def child(self) -> int:
@@ -322,9 +326,7 @@ class Sandboxed:
 
     def _compute(self, task: Task, emit: Emit, *, counting: bool) -> tuple[ComputedBlock, int]:
         began = self.clock()
-        with self._freed:
-            while len(self._given) >= self._in_flight:  # the line is slower than computing: what it holds is bounded
-                self._freed.wait()
+        with self._lock:
             released, self._released = self._released, []
         try:
             tensors = put(task.tensors, self._batches)
@@ -384,7 +386,7 @@ class Sandboxed:
 
     def _spent(self, numbers: tuple[int, ...], copy: ResultVector | None) -> tuple[ResultVector, ...]:
         """The vectors that the child has given away with a block's results: to be released, whatever became of it."""
-        with self._freed:
+        with self._lock:
             self._need(len(set(numbers)) == len(numbers) and self._given.isdisjoint(numbers))
             self._need(all(number < len(self._slots.vectors) for number in numbers))
             self._given.update(numbers)

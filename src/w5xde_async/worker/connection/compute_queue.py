@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _STALL, _STALL_S = 5.0, 1.0  # a block that takes so many times what a leaf took before, and longer than that
 _LISTEN_S = 0.05  # for what came while the process stood still
-_IDLE = "waiting for work"
+_IDLE, _FULL = "waiting for work", "waiting for results to leave"
 
 Item = HeldLease | Version | Submit | Verdict
 
@@ -119,7 +119,7 @@ class ComputeQueue:
     # -- on the event loop -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if not self._items or self._running is not None or self._stopping:
+        if self._running is not None or self._stopping or not self._items or self._is_full():
             return
         if 0 < self._expected_s() <= self._thread.inline_s:
             with Claim() as mine:  # else the loop would wait for whoever reads samples that draw
@@ -131,6 +131,13 @@ class ComputeQueue:
                     return
         self._running = self._loop.run_in_executor(self._thread.pool, self._work)
         self._running.add_done_callback(self._worked)
+
+    def _is_full(self) -> bool:
+        """Whether the first thing in the queue is a lease that has to wait until results have left.
+
+        The thread waits for them in no other way: it ends, and the queue is run again. Any thread.
+        """
+        return type(self._items[0]) is HeldLease and not self._executor.has_room
 
     def _expected_s(self) -> float:
         """How long what is queued will take, by the last block; 0 where that is not known or no lease is queued.
@@ -163,13 +170,13 @@ class ComputeQueue:
     # -- on the compute thread -------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Work until the queue is empty."""
+        """Work until the queue is empty, or full of what cannot be computed yet."""
         executor = self._executor
-        while not self._stopping:
-            try:
-                item = self._items.popleft()
-            except IndexError:
+        while self._items and not self._stopping:
+            if self._is_full():
+                self.activity = _FULL
                 return
+            item = self._items.popleft()
             if isinstance(item, HeldLease):
                 self._lease(item)
             elif isinstance(item, Version):

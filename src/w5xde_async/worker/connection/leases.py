@@ -129,26 +129,31 @@ class Leases:
         """Wait for the block under way. What has not left, for the next link."""
         if self._arrivals is not None:
             await self._arrivals.aclose()
-        self._drop(list(self._unsent)[_MOST_UNSENT:])  # the compute thread may be waiting for its memory
         await self._queue.aclose()
         if isinstance(self._executor, IslandExecutor) and self._queue.ended:
             await asyncio.get_running_loop().run_in_executor(self._thread.pool, self._executor.end)
         self._forget_earlier()
         while self._failures:
-            self._executor.release(self._failures.popitem()[1])
+            self._release(self._failures.popitem()[1])
         self._drop([lease for lease in self._unsent if lease in self._revoked or not self._executor.repeatable])
         self._drop(list(self._unsent)[_MOST_UNSENT:])
         return list(self._unsent.values())
 
+    def _release(self, vectors: Sequence[ResultVector]) -> None:
+        full = not self._executor.has_room
+        self._executor.release(vectors)
+        if full:
+            self._queue.put(())  # the compute thread is at it again
+
     def _drop(self, leases: Sequence[int]) -> None:
         """These will not leave any more: their memory is free."""
         for lease in leases:
-            self._executor.release(self._unsent.pop(lease).vectors)
+            self._release(self._unsent.pop(lease).vectors)
 
     def _forget_earlier(self) -> None:
         earlier, self._earlier = self._earlier, []
         for unsent in earlier:
-            self._executor.release(unsent.vectors)
+            self._release(unsent.vectors)
 
     # -- in ------------------------------------------------------------------------------------------------
 
@@ -213,6 +218,8 @@ class Leases:
                 self._earlier.remove(unsent)
                 self._send_again(message, unsent)
                 return
+        if not self._executor.has_room:  # what nobody may ever ask for keeps no lease from being computed
+            self._forget_earlier()
         self._queue.put(self._inbox.take())
 
     def submit(self, message: messages.Submit) -> None:
@@ -240,7 +247,7 @@ class Leases:
         self._not_begun.difference_update(message.leases)
         self._revoked.difference_update(message.leases)  # whose REVOKE has crossed our DONE
         for lease in message.leases if self._lent else ():
-            self._executor.release(self._lent.pop(lease, ()))
+            self._release(self._lent.pop(lease, ()))
         if self._executor.admit(message):
             self._queue.put((message,))
 
@@ -399,7 +406,7 @@ class Leases:
             self._lent[lease] = vectors
             failpoint("shared.answer.after")
         else:
-            self._executor.release(vectors)
+            self._release(vectors)
 
 
 def _told() -> None:

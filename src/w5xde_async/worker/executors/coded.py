@@ -34,7 +34,7 @@ _NOTHING = ComputedBlock(
 class CodedExecutor:
     """A :class:`LeaseExecutor` over one engine, through codecs. ``encoder`` outlives it: it is the worker's."""
 
-    flops_per_leaf = 0.0
+    flops_per_leaf, has_room = 0.0, True
     repeatable = False  # what a codec leaves out of one result goes into the next
 
     def __init__(

@@ -160,6 +160,7 @@ class LeaseExecutor(Protocol):
       order in which their messages arrived. Where ``newest_first`` holds, versions are loaded ahead of their turn.
     - ``compute`` comes only after ``load`` of a version that is at least the lease's; where ``exact`` holds, of just
       that version.
+    - ``compute`` comes only while it ``has_room``.
     - ``admit`` and the methods of ``parameters`` come on the event loop, also while the compute thread is busy.
 
     It must keep this:
@@ -191,6 +192,10 @@ class LeaseExecutor(Protocol):
     @property
     def version(self) -> int:
         """The version loaded last; -1 before the first."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is memory for another block's results; where not, ``release`` makes it. Any thread."""
 
     @property
     def flops_per_leaf(self) -> float:

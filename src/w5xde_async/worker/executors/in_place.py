@@ -68,6 +68,10 @@ class InPlaceExecutor:
     def child(self) -> int:
         return self._engine.child
 
+    @property
+    def has_room(self) -> bool:
+        return self._engine.has_room
+
     def unshare(self) -> None:
         """Parameters do not come in shared memory: from now on nothing is shared. Before anything is loaded."""
         self._engine.share(None)

@@ -109,7 +109,7 @@ class PiecesExecutor:
     """Exact synchronous training without codecs, on one rank: its pieces travel as they lie in memory."""
 
     exact, repeatable, newest_first = True, False, False
-    flops_per_leaf, child = 0.0, 0
+    flops_per_leaf, child, has_room = 0.0, 0, True
 
     def __init__(self, engine: IslandEngine, *, capacity_bytes: int) -> None:
         self.layout: Layout = engine.layout
@@ -147,7 +147,7 @@ class IslandExecutor:
     """A :class:`LeaseExecutor` of one rank: what ``own`` does, done by all ranks in the order that the head says."""
 
     repeatable = False
-    flops_per_leaf, child = 0.0, 0
+    flops_per_leaf, child, has_room = 0.0, 0, True
 
     def __init__(self, own: LeaseExecutor, rank: Rank) -> None:
         """``own`` does this rank's part."""
