@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 from w5xde_async.errors import (
     DeviceLost,
@@ -341,9 +341,7 @@ def launch(
                 return code
             except (DiskHangs, DeviceLost) as error:  # the loop's end, and Python's, would wait for what hangs
                 _complain(prog, str(error), error.exit_code, as_json)
-                with suppress(OSError, ValueError):
-                    sys.stdout.flush()
-                os._exit(error.exit_code)
+                end_without_threads(error.exit_code)
             except Exception as error:
                 failure = error
                 raise
@@ -395,6 +393,16 @@ def _end_with(line: int) -> None:
     while os.read(line, 4096):
         pass
     os._exit(ExitCode.ERROR)
+
+
+def end_without_threads(code: int) -> NoReturn:
+    """End this process where a thread of it may never end: Python's own end would wait for that. What was logged and
+    printed leaves first, as far as it can be written."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # nobody reads any more, or the job's code has put something of its own there
+            stream.flush()
+    os._exit(code)
 
 
 def _known(*names: str) -> list[signal.Signals]:

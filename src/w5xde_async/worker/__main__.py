@@ -27,6 +27,7 @@ from w5xde_async.openmp import keep_to, spin_briefly
 from w5xde_async.process import (
     CTRL_C,
     attach,
+    end_without_threads,
     exit_code_of,
     keeping_objects,
     launch,
@@ -193,8 +194,7 @@ def _work(
             if not is_rank_gone(error):
                 raise
             _tell_why(f"the ranks did not meet: {str(error).partition(chr(10))[0]}")
-            logging.shutdown()
-            os._exit(ExitCode.ISLAND_LOST)  # a thread may still wait for a rank that is gone
+            end_without_threads(ExitCode.ISLAND_LOST)  # one may still wait for a rank that is gone
 
     async def work() -> int:
         worker = Worker(
@@ -212,12 +212,10 @@ def _work(
                 raise
             logger.error("%s", str(error).partition("\n")[0])
             code = error.exit_code
-        if worker.abandoned and rank is None:  # Python's end would wait for the thread
+        if worker.abandoned and rank is None:
             for reader in multiprocessing.active_children():
                 reader.kill()
-            logging.shutdown()
-            sys.stdout.flush()
-            os._exit(code)
+            end_without_threads(code)
         return code
 
     async def serve(worker: Worker) -> int:
@@ -289,9 +287,7 @@ def _work(
             logger.error("rank %s leaves: %s", os.environ["RANK"], error)
         except Exception as error:  # a link or another rank is gone: nothing of this group can go on
             _tell_why("another rank is gone" if is_rank_gone(error) else str(error).partition("\n")[0])
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(code)  # a thread may wait for a rank that is gone, and Python's end would wait for it
+        end_without_threads(code)  # one may wait for a rank that is gone
 
     return work if rank is None else work_as_rank
 
@@ -327,7 +323,8 @@ def _tell_why(said: str) -> None:
     from w5xde_async.parallel.shape import WORD_FD
 
     if WORD_FD in os.environ:
-        os.write(int(os.environ[WORD_FD]), said.encode(errors="replace")[:500])
+        with suppress(OSError):  # it has ended
+            os.write(int(os.environ[WORD_FD]), said.encode(errors="replace")[:500])
     else:
         logger.warning("rank %s leaves: %s", os.environ["RANK"], said)
 
@@ -350,8 +347,7 @@ def _interruptibly(call: Callable[[], _T], exit_on_drain: int) -> _T:
             thread.join(0.2)
     except KeyboardInterrupt as told:
         logger.info("stopped before the ranks had met")
-        logging.shutdown()
-        os._exit(exit_code_of(str(told), exit_on_drain))  # Python's end would wait for the thread
+        end_without_threads(exit_code_of(str(told), exit_on_drain))
     if raised:
         raise raised[0]
     return found[0]

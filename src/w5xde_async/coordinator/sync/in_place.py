@@ -22,7 +22,7 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -464,12 +464,13 @@ class InPlace:
 def _end() -> None:
     """A step goes round in circles on the event loop and swallows whatever would end it: no signal is heard any more,
     nothing is sent, no checkpoint can be made. What is on the disk is whole."""
-    sys.stderr.write(
-        "the job's step has swallowed every interrupt (an except without a type, or of BaseException) and does not "
-        "return: the coordinator ends. Have it catch Exception, or start with --short-steps workers; --resume goes on "
-        "from the last checkpoint\n"
-    )
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):  # it ends also where nobody reads that
+        sys.stderr.write(
+            "the job's step has swallowed every interrupt (an except without a type, or of BaseException) and does not "
+            "return: the coordinator ends. Have it catch Exception, or start with --short-steps workers; --resume goes "
+            "on from the last checkpoint\n"
+        )
+        sys.stderr.flush()
     os._exit(ExitCode.ERROR)
 
 
