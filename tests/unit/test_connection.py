@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -414,6 +415,48 @@ async def test_a_worker_that_loses_its_device_says_which_leaf_it_was_and_leaves(
         assert [type(message) for message in said] == [Failed, Bye]
         assert (said[0].lease, said[0].leaf) == (1, 1)
         assert said[1].code == ByeCode.LEAVING
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["the link is lost", "the coordinator stops"])
+async def test_a_device_that_is_lost_after_the_link_has_ended_is_not_taken_to_another(
+    stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def lost(*_: Any) -> None:
+        begun.set()
+        go_on.wait()
+        raise LeafError(1, RuntimeError("device-side assert"), device_lost=True)
+
+    with ThreadPoolExecutor(1) as pool:
+        async with served(ends=DeviceLost, pool=pool) as coordinator:
+            monkeypatch.setattr(coordinator.leases._executor, "compute", lost)
+            await coordinator.publish(0)
+            await coordinator.lease(1)
+            await asyncio.to_thread(begun.wait)
+            if stops:
+                await coordinator.say(Bye(ByeCode.STOPPING, ""))
+            else:
+                coordinator.link.cut()
+            await coordinator.settle()
+            go_on.set()
+
+
+async def test_what_breaks_first_is_what_a_worker_ends_with_and_nothing_is_computed_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with served(ends=DeviceLost) as coordinator:
+
+        def compute(*_: Any) -> None:
+            pytest.fail("a block was begun")
+
+        monkeypatch.setattr(coordinator.leases._executor, "compute", compute)
+        await coordinator.publish(0)
+        await coordinator.lease(1)
+        await coordinator.settle()
+        for error in (DeviceLost("cuda:0", "an assert"), RuntimeError("every call fails now")):
+            coordinator.connection._failed(error)
+        coordinator.compute.let_go()
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["the run ends over it", "the run goes on"])

@@ -114,13 +114,20 @@ class Connection:
         Raises LinkLost, Refused, RunFailed, RemoteError, UsageError (its memory limit holds less than the leases of
         this run), and whatever ``prepare`` raises.
         """
+        departure: Departure | None = None
         try:
-            return await self._serve(prepare)
+            departure = await self._serve(prepare)
         except W5xdeError as error:
             self.error = error
-            raise
+            if not isinstance(error, LinkLost | RemoteError):
+                raise
         finally:
             await self._stop()
+        if departure is None and self._failure is not None and not self._may_be_the_end:
+            raise self._failure  # also where the link had ended before: another one would not mend it
+        if self.error is not None:
+            raise self.error
+        return departure
 
     async def _serve(self, prepare: Prepare) -> Departure | None:
         try:
@@ -201,9 +208,14 @@ class Connection:
 
     def _failed(self, error: BaseException) -> None:
         """The compute thread broke off."""
+        if self._failure is not None:
+            return
         self._failure = error
-        if self._may_be_the_end and self.leases is not None:
+        if self.leases is not None:
             self.leases.stop()
+        if self._state is State.CLOSED:
+            return  # ``run`` raises it
+        if self._may_be_the_end and self.leases is not None:
             self._last_word = asyncio.get_running_loop().call_later(_WORD_S, self._give_up, error)
         elif isinstance(error, ProgramRefused | DeviceLost):
             logger.error("leaving the run reason=%s", str(error))
