@@ -26,7 +26,7 @@ from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import UsageError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.parallel.building import island_engine, run_step
-from w5xde_async.parallel.composed import ComposedEngine
+from w5xde_async.parallel.composed import ComposedEngine, _FirstDerivatives
 from w5xde_async.parallel.engine import LoneLeafError, Traced
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.replica import replica_of
@@ -340,15 +340,15 @@ def _skips(group: Group) -> None:
     together.engine.close()
 
 
+def _layers_sharded(model: nn.Module, mesh: Any) -> None:
+    assert isinstance(model, Model)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["fsdp"])
+
+
 def _fails_apart(group: Group) -> None:
     """A leaf that fails on one rank alone: the other waits for it in an exchange, and is told."""
-
-    def parallelize(model: nn.Module, mesh: Any) -> None:
-        assert isinstance(model, Model)
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh["fsdp"])
-
-    given = job(parallelize=parallelize, loss=None, step=_failing)
+    given = job(parallelize=_layers_sharded, loss=None, step=_failing)
     together = _built("fsdp", given, group)
     batches = island_jobs.batches(given, (4, 4))
     batches[0] = (batches[0][0], -batches[0][1] - 1)
@@ -366,6 +366,28 @@ def _steep(model: nn.Module, batch: Any) -> Tensor:
     return loss + gradient.square().sum()
 
 
+def _steep_weight(model: nn.Module, batch: Any) -> Tensor:
+    assert isinstance(model, Model)
+    weight = model.layers[0].up.weight
+    (gradient,) = torch.autograd.grad(weight.square().sum(), weight, create_graph=True)
+    return island_jobs.lm_loss(model(batch[0]), batch[1]) + gradient.sum()
+
+
+def _steep_by_function(model: nn.Module, batch: Any) -> Tensor:
+    assert isinstance(model, Model)
+    slope = torch.func.grad(lambda x: model.layers[0](x).square().sum())(torch.ones(4, 6, 32))
+    return island_jobs.lm_loss(model(batch[0]), batch[1]) + slope.square().mean()
+
+
+def _gradients_of_data(model: nn.Module, batch: Any) -> Tensor:
+    """By functions that always create a graph: of data, and of a parameter that is whole on every rank."""
+    assert isinstance(model, Model)
+    x = batch[0].float() / 256
+    slope = torch.func.grad(lambda x: x.square().mean())(x) + torch.func.vjp(torch.sin, x)[1](x)[0]
+    (gradient,) = torch.autograd.grad(model.scale.square(), model.scale, create_graph=True)
+    return island_jobs.lm_loss(model(batch[0]), batch[1]) * (1 + slope.mean()) + gradient.square()
+
+
 def _second_derivatives(group: Group) -> None:
     """What passes through a layer that is split twice would be missing."""
     given = job(loss=None, step=_steep)
@@ -374,6 +396,16 @@ def _second_derivatives(group: Group) -> None:
     with pytest.raises(UsageError, match=r"gradients of gradients \(create_graph=True\)"):
         together.compute(island_jobs.batches(given, (4,)), (4,))
     together.engine.close()
+    for mode, step in (("tp", _steep_weight), ("fsdp", _steep), ("fsdp", _steep_weight), ("fsdp", _steep_by_function)):
+        given = job(loss=None, step=step, parallelize=_layers_sharded if mode == "fsdp" else None)
+        together = _built(mode, given, group)
+        together.load(islands.changed_state(given))
+        samples = (4,) * (group.size if mode == "fsdp" else 1)
+        with pytest.raises(UsageError, match=r"gradients of gradients \(create_graph=True\)"):
+            together.compute(island_jobs.batches(given, samples), samples)
+        together.engine.close()
+    given = job(loss=None, step=_gradients_of_data)
+    _near(given, _built("tp", given, group), (4, 4))
     loss = torch.ones((), requires_grad=True).square()
     (first,) = torch.autograd.grad(loss, loss, create_graph=True)  # nobody else is kept from it
     assert first == 1
@@ -821,6 +853,22 @@ def test_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.timeout(150)
 def test_four_ranks(tmp_path: Path) -> None:
     islands.run("tests.unit.test_parallel_tensors", 4, tmp_path, tuple(FOUR), timeout_s=140)
+
+
+def test_who_looks_for_second_derivatives_looks_no_longer_than_a_step() -> None:
+    """However the steps of two threads overlap."""
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    first, second, third = (_FirstDerivatives(()) for _ in range(3))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__()
+    third.__enter__()
+    second.__exit__()
+    weight = nn.Parameter(torch.ones(()))
+    with pytest.raises(UsageError, match="create_graph"), _FirstDerivatives([weight]):
+        torch.autograd.grad(weight.square(), weight, create_graph=True)
+    third.__exit__()
+    assert torch.autograd._engine_run_backward is run  # type: ignore[attr-defined]
 
 
 class Positions(nn.Module):

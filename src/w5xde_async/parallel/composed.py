@@ -17,7 +17,7 @@ Ranks with leaves of their own must run the same units of ``fully_shard`` in the
 each exchange, and at the end of a block, they make sure of it.
 
 Gradients that pass through ``DTensor`` have no gradients of their own, and ``fully_shard`` gives its parameters up
-after the first: ``create_graph=True`` is refused.
+after the first: ``create_graph=True`` is refused where it has to do with what is divided.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import logging
 import math
 import struct
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from msgspec import msgpack
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -72,6 +73,7 @@ _DATA = "fsdp"  # the axis whose ranks have leaves of their own
 _ALIKE = 1e-3  # copies of a gradient may differ by so much (relative): other devices round otherwise
 _PATIENCE_S = 20.0  # for the other ranks, who raise what this one has raised
 _ENDED, _FAILED = -1, -2  # said in the place of an exchange's number
+_OF_A_UNIT = "RegisterPostBackwardFunction"  # what ``fully_shard`` has autograd call; under ``torch.func`` a subclass
 
 
 class ComposedEngine:
@@ -252,7 +254,7 @@ class ComposedEngine:
             for unit in self._units:
                 unit.set_requires_gradient_sync(last, recurse=False)
         with nullcontext() if self._autocast is None else self._autocast():
-            with _first_derivatives():
+            with _FirstDerivatives(self._gathered.values()):
                 loss, metrics = self._step(self._model, piece)
         if isinstance(loss, DTensor):
             loss = loss.full_tensor()
@@ -644,25 +646,68 @@ class _TreeReduce:
         self._engine.summed(output_tensor, input_tensor)
 
 
-@contextmanager
-def _first_derivatives() -> Iterator[None]:
-    """Raises UsageError in a step that asks for gradients of gradients, which would be nothing without a word."""
-    module: Any = torch.autograd
-    run = module._engine_run_backward  # what grad, backward and Tensor.backward call
+class _FirstDerivatives:
+    """Raises UsageError in a step that asks for gradients of gradients of what is divided, which would be nothing
+    without a word. ``gathered``: parameters as they are while ``fully_shard`` has them whole."""
 
-    def checked(outputs: Any, given: Any, retain_graph: Any, create_graph: Any, *args: Any, **kwargs: Any) -> Any:
-        if create_graph:
+    def __init__(self, gathered: Iterable[nn.Parameter]) -> None:
+        self._divided = set(map(id, gathered))
+        self._over = False
+
+    def __enter__(self) -> None:
+        module: Any = torch.autograd
+        self._run = module._engine_run_backward  # what grad, backward and Tensor.backward call
+        module._engine_run_backward = self
+
+    def __exit__(self, *_: object) -> None:
+        module: Any = torch.autograd
+        self._over = True  # another thread's may have come after it
+        while isinstance(last := module._engine_run_backward, _FirstDerivatives) and last._over:
+            module._engine_run_backward = last._run
+
+    def __call__(
+        self,
+        outputs: Iterable[Tensor | GradientEdge],
+        given: Any,
+        retain_graph: Any,
+        create_graph: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        # ``torch.func.grad`` and ``vjp`` always create a graph.
+        if create_graph and not self._over and self._passes_through_what_is_divided(outputs):
             raise UsageError(
                 "the step asks for gradients of gradients (create_graph=True), and those that pass through what tp or "
                 "Job.parallelize splits have none: use dp, or a worker of one process"
             )
-        return run(outputs, given, retain_graph, create_graph, *args, **kwargs)
+        return self._run(outputs, given, retain_graph, create_graph, *args, **kwargs)
 
-    module._engine_run_backward = checked
-    try:
-        yield
-    finally:
-        module._engine_run_backward = run
+    def _passes_through_what_is_divided(self, outputs: Iterable[Tensor | GradientEdge]) -> bool:
+        seen, waiting = set[Any](), list[Any]()
+        for output in outputs:
+            if isinstance(output, GradientEdge):
+                waiting.append(output.node)
+            elif self._is_divided(output):
+                return True
+            else:
+                waiting.append(output.grad_fn)
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            kind = getattr(node, "_forward_cls", type(node))
+            if kind.__module__.startswith("torch.distributed") or kind.__name__.startswith(_OF_A_UNIT):
+                return True
+            if (leaf := getattr(node, "variable", None)) is not None and self._is_divided(leaf):
+                return True
+            waiting.extend(before for before, _ in node.next_functions)
+        return False
+
+    def _is_divided(self, tensor: Tensor) -> bool:
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        return isinstance(tensor, DTensor) or id(tensor) in self._divided
 
 
 def _plain(name: str) -> str:
