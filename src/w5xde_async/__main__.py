@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from w5xde_async.errors import ExitCode
+from w5xde_async.process import note, tell
 
 _USAGE = """\
 usage: w5xde coordinator JOB [options]
@@ -42,9 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return programs[given[0]](given[1:], prog=f"w5xde {given[0]}")
     if given and given[0] == "--version":
         return programs["coordinator"](given[:1], prog="w5xde")
-    wanted = bool(given) and given[0] in ("--help", "-h")
-    (sys.stdout if wanted else sys.stderr).write(_USAGE)
-    return ExitCode.OK if wanted else ExitCode.USAGE
+    if given and given[0] in ("--help", "-h"):
+        return tell("w5xde", _USAGE)
+    note(_USAGE.rstrip("\n"))
+    return ExitCode.USAGE
 
 
 def _memory(arguments: Sequence[str], *, prog: str) -> int:

@@ -114,8 +114,16 @@ class Config:
                 declared.kind.check(one.name, value)
 
 
+class Answer(Exception):  # not an error: --help, --version and --print-config end here
+    """The command line asked for a text, not for a run. Field: ``text``; the exit code is 0."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        super().__init__(text)
+
+
 class Parser(argparse.ArgumentParser):
-    """Of a command line. Raises UsageError, in one line that begins with the flag."""
+    """Of a command line. Raises UsageError, in one line that begins with the flag, and Answer for its own --help."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -125,13 +133,16 @@ class Parser(argparse.ArgumentParser):
         message = re.sub(r": ignored explicit argument .*", " takes no value", message, flags=re.DOTALL)
         raise UsageError(message.replace("argument -", "-"))
 
+    def print_help(self, file: object = None) -> NoReturn:
+        raise Answer(self.format_help().rstrip("\n"))
+
     def unknown(self, flag: str) -> UsageError:
         """What is said of a flag that is none."""
         near = difflib.get_close_matches(flag, self._option_string_actions, 1, 0.6)
         return UsageError(f"there is no {flag}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """``parse_args``, but a flag that is none is told before what is then missing. Raises UsageError."""
+        """``parse_args``, but a flag that is none is told before what is then missing. Raises as the class says."""
         for argument in arguments:
             flag = argument.partition("=")[0]
             is_one = flag.startswith("--") and " " not in flag  # argparse takes what has a space for a value

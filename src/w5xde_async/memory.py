@@ -6,9 +6,9 @@ are those of the other programs: 2 wrong usage or job.
 
 from __future__ import annotations
 
-import os
 import sys
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ from w5xde_async.compute.program.interpreter import example
 from w5xde_async.compute.program.tracing import outline, probe_batches
 from w5xde_async.config import Parser
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.errors import ExitCode, JobError, UsageError, W5xdeError, need
+from w5xde_async.errors import JobError, UsageError, need
 from w5xde_async.job import Job, load_job, made_by, step_function
 from w5xde_async.parallel.replica import replica_of_program, units_of
 from w5xde_async.parallel.shape import MODES, IslandShape
@@ -57,7 +57,7 @@ from w5xde_async.plan.footprint import (
     under,
 )
 from w5xde_async.plan.island_choice import ALONE, USABLE, Devices, Option, choose, wanted
-from w5xde_async.telemetry import wording
+from w5xde_async.process import tell, without_loop
 from w5xde_async.updates.config import RULES, UpdateConfig
 
 _SHOWN = ("dp=2", "fsdp=2", "fsdp=4", "fsdp=8", "pp=2", "pp=4")  # without --island
@@ -384,33 +384,26 @@ def parser(prog: str) -> Parser:
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.memory") -> int:
     """Print the table; the result is the exit code."""
-    try:
-        given = parser(prog).read(sys.argv[1:] if arguments is None else arguments)
-        islands = [IslandShape.parse(text) for text in given.island or _SHOWN]
-        need(given.job.count(":") >= 1, f"{given.job!r} is not FILE.py:NAME or MODULE:NAME")
-        rule = rule_of(UpdateConfig(rule=given.update, codec=given.codec))
-        survey = Survey(load_job(given.job))
-        job = survey.job  # with the size of a microbatch that a run would choose
-        parts = (
-            f"{survey.layout.num_parameters:,} parameters",
-            f"{job.microbatch_samples} samples a microbatch",
-            f"{job.accumulate_grad_batches} microbatches a leaf",
-            job.precision,
-        )
-        text = f"{given.job}: {', '.join(parts)}\n\n{table(survey.rows(islands, rule))}\n\n{_NOT_COUNTED}"
-        if not survey.optimizer_known:
-            text += "The optimizer's state is not known: it cannot be made, or cannot step, without values.\n"
-        try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        except BrokenPipeError:  # "| head" has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except W5xdeError as error:
-        sys.stderr.write(f"{prog}: {wording.clean(str(error))}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return ExitCode.OK
-    return ExitCode.OK
+    given = sys.argv[1:] if arguments is None else arguments
+    return without_loop(prog, lambda: tell(prog, _asked(parser(prog).read(given))))
+
+
+def _asked(given: Namespace) -> str:
+    islands = [IslandShape.parse(text) for text in given.island or _SHOWN]
+    need(given.job.count(":") >= 1, f"{given.job!r} is not FILE.py:NAME or MODULE:NAME")
+    rule = rule_of(UpdateConfig(rule=given.update, codec=given.codec))
+    survey = Survey(load_job(given.job))
+    job = survey.job  # with the size of a microbatch that a run would choose
+    parts = (
+        f"{survey.layout.num_parameters:,} parameters",
+        f"{job.microbatch_samples} samples a microbatch",
+        f"{job.accumulate_grad_batches} microbatches a leaf",
+        job.precision,
+    )
+    text = f"{given.job}: {', '.join(parts)}\n\n{table(survey.rows(islands, rule))}\n\n{_NOT_COUNTED}"
+    if not survey.optimizer_known:
+        text += "The optimizer's state is not known: it cannot be made, or cannot step, without values.\n"
+    return text
 
 
 if __name__ == "__main__":

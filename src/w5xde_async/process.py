@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
+from w5xde_async.config import Answer
 from w5xde_async.errors import (
     DeviceLost,
     DiskHangs,
@@ -308,7 +309,7 @@ def launch(
         from w5xde_async.net.join import Invitation
         from w5xde_async.net.token import find_token
         from w5xde_async.runtime import loop_factory
-        from w5xde_async.settings import Answer, misspelt_variables, read
+        from w5xde_async.settings import misspelt_variables, read
 
         try:
             settings, given = read(kind(), arguments, prog=prog)
@@ -372,6 +373,19 @@ def launch(
         if isinstance(failure, W5xdeError):  # and the loop's end came to the same
             return _fail(prog, failure, as_json)
         raise failure from None
+
+
+def without_loop(prog: str, program: Callable[[], int]) -> int:
+    """Run a program that has no event loop and nothing to end in good order. The exit code."""
+    _hold_standard_descriptors()
+    try:
+        return program()
+    except Answer as answer:
+        return tell(prog, f"{answer.text}\n")
+    except W5xdeError as error:
+        return _fail(prog, error, False)
+    except KeyboardInterrupt:
+        return ExitCode.OK
 
 
 def _fail(prog: str, error: W5xdeError, as_json: bool) -> int:
@@ -541,13 +555,29 @@ def attach(handler: logging.Handler, level: int) -> None:
 
 
 def tell(prog: str, text: str) -> int:
-    """Write what a program was asked for, at its end. The exit code: who has read enough ("| head") is no failure."""
+    """``say``, at the end of a program. The exit code."""
+    try:
+        say(text)
+    except LocalError as error:
+        return _fail(prog, error, False)
+    return ExitCode.OK
+
+
+def say(text: str) -> bool:
+    """Write what a program was asked for. False: who has read enough ("| head") reads no more, which is no failure.
+
+    Raises LocalError where it cannot be written. What follows on either is dropped.
+    """
     failed = _write(sys.stdout, text, last=True)
     if failed is None or isinstance(failed, BrokenPipeError):
-        return ExitCode.OK
+        return failed is None
     reason = failed.strerror if isinstance(failed, OSError) else failed
-    _complain(prog, f"standard output cannot be written: {reason}", ExitCode.ERROR, False)
-    return ExitCode.ERROR
+    raise LocalError(f"standard output cannot be written: {reason}")
+
+
+def note(text: str) -> None:
+    """A line for whoever waits, on standard error: nothing depends on whether it can be written."""
+    _write(sys.stderr, f"{text}\n", last=True)
 
 
 def _complain(prog: str, text: str, code: int | None, as_json: bool) -> None:
@@ -566,8 +596,8 @@ def _complain(prog: str, text: str, code: int | None, as_json: bool) -> None:
 def _write(stream: TextIO, text: str, *, last: bool) -> OSError | ValueError | None:
     """As far as it can be; why it cannot be: nobody reads ("| head"), the disk is full, the job's code has closed it.
 
-    ``last``: the program ends. What the stream still holds is dropped, for Python's own end would have another code
-    where it cannot be written.
+    ``last``: the program ends, or can do without. What the stream still holds is dropped, and what follows, for
+    Python's own end would have another code where it cannot be written.
     """
     try:
         try:

@@ -15,6 +15,7 @@ import ssl
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from io import TextIOWrapper
@@ -26,6 +27,7 @@ from urllib.parse import parse_qs, urlsplit
 from w5xde_async.config import Kind, Parser, duration_s
 from w5xde_async.errors import ExitCode, Unreachable, UsageError, W5xdeError, need
 from w5xde_async.net.endpoint import valid_host
+from w5xde_async.process import note, say, without_loop
 from w5xde_async.store.filesystem import read_regular
 from w5xde_async.telemetry import wording
 from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
@@ -92,28 +94,23 @@ def parser(prog: str) -> Parser:
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.status") -> int:
     """Show the run; the result is the exit code."""
-    try:
-        given = parser(prog).read(sys.argv[1:] if arguments is None else arguments)
-        interval_s = _INTERVAL.value_at("--interval", given.interval)
-        need(not (given.json and given.watch), "--json prints once: leave out --watch")
-        if isinstance(sys.stdout, TextIOWrapper):
-            with suppress(OSError):  # a file that has become a pipe
-                sys.stdout.reconfigure(errors="replace")  # a name may have what the terminal's encoding has not
-        dashboard = _Dashboard(_of_server(given.server)) if given.server else _of_run(given.run_dir)
-        if given.json:
-            sys.stdout.write(json.dumps(dashboard.read()) + "\n")
-            sys.stdout.flush()
-        elif given.watch:
-            _watch(dashboard, interval_s)
-        else:
-            _Screen().show(dashboard.read())
-    except W5xdeError as error:
-        sys.stderr.write(f"{prog}: {wording.clean(str(error))}\n")
-        return error.exit_code
-    except BrokenPipeError:  # "| head" has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        return ExitCode.OK
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return without_loop(prog, lambda: _show(parser(prog).read(arguments)))
+
+
+def _show(given: Namespace) -> int:
+    interval_s = _INTERVAL.value_at("--interval", given.interval)
+    need(not (given.json and given.watch), "--json prints once: leave out --watch")
+    if isinstance(sys.stdout, TextIOWrapper):
+        with suppress(OSError):  # a file that has become a pipe
+            sys.stdout.reconfigure(errors="replace")  # a name may have what the terminal's encoding has not
+    dashboard = _Dashboard(_of_server(given.server)) if given.server else _of_run(given.run_dir)
+    if given.json:
+        say(json.dumps(dashboard.read()) + "\n")
+    elif given.watch:
+        _watch(dashboard, interval_s)
+    else:
+        _Screen().show(dashboard.read())
     return ExitCode.OK
 
 
@@ -482,7 +479,7 @@ class _Screen:
             from rich.console import Console
         except ImportError:
             self._console = None
-            sys.stderr.write("plain text: rich is not installed (pip install 'w5xde-async[dashboard]')\n")
+            note("plain text: rich is not installed (pip install 'w5xde-async[dashboard]')")
         else:
             width = None if sys.stdout.isatty() else _WIDE
             self._console = Console(no_color=bool(os.environ.get("NO_COLOR")) or None, highlight=False, width=width)
@@ -493,14 +490,14 @@ class _Screen:
         console = self._console
         return console is not None and console.is_terminal and not console.is_dumb_terminal
 
-    def show(self, found: dict[str, Any]) -> None:
+    def show(self, found: dict[str, Any]) -> bool:
+        """Whether anybody reads it."""
         if self._console is not None:
-            self._console.print(self.content(found))
-            return
+            with self._console.capture() as printed:  # it has words and an exit code of its own for a closed pipe
+                self._console.print(self.content(found))
+            return say(printed.get())
         rows = [tuple(_COLUMNS), *(tuple(row.values()) for row in _rows(found["workers"]))]
-        lines = [*_summary(found), *wording.table(rows, words=len(_COLUMNS))]
-        sys.stdout.write("\n".join(lines) + "\n")
-        sys.stdout.flush()
+        return say("\n".join([*_summary(found), *wording.table(rows, words=len(_COLUMNS))]) + "\n")
 
     def content(self, found: dict[str, Any]) -> Any:
         """For rich."""
@@ -530,7 +527,8 @@ def _watch(dashboard: _Dashboard, interval_s: float) -> None:
     screen = _Screen()
     if not screen.live:
         for found in _again(dashboard, interval_s):
-            screen.show(found)
+            if not screen.show(found):
+                return
         return
     from rich.live import Live
 

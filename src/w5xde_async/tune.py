@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from w5xde_async.errors import ExitCode, LeafFailed, LocalError, in_one_line, need
-from w5xde_async.process import exit_code_of, launch, signals, tell
+from w5xde_async.process import exit_code_of, launch, note, signals, tell
 
 if TYPE_CHECKING:
     from w5xde_async.coordinator.config import CoordinatorConfig
@@ -74,7 +74,7 @@ def _prepare(
 
     async def measure() -> float:
         for size in tried:
-            sys.stderr.write(f"measuring microbatch_size={size} ...\n")
+            note(f"measuring microbatch_size={size} ...")
             try:
                 rows.append(await measured(
                     job, size, settings.job or "", config, workers=workers, threads=threads, seconds=settings.seconds
@@ -82,14 +82,14 @@ def _prepare(
             except LeafFailed as error:  # batch norm refuses single samples; larger ones may do
                 if size == _own_size(job):
                     raise
-                sys.stderr.write(f"microbatch_size={size} cannot be computed: {str(error).splitlines()[0]}\n")
+                note(f"microbatch_size={size} cannot be computed: {str(error).splitlines()[0]}")
                 refused.append(size)
         loop, stopped = asyncio.get_running_loop(), threading.Event()
         plain = partial(plain_loop, job, workers * threads, settings.seconds / 2, stopped)
         try:
             return await loop.run_in_executor(None, plain)
         except Exception as error:  # of the job's code: a whole batch may be too large for it
-            sys.stderr.write(f"a plain loop of whole batches cannot be measured: {in_one_line(error)}\n")
+            note(f"a plain loop of whole batches cannot be measured: {in_one_line(error)}")
             return 0.0
         finally:
             stopped.set()
@@ -112,7 +112,7 @@ def _prepare(
         if plain is not None:
             return code
         left = ", ".join(map(str, tried[len(rows) + len(refused) :])) or "the plain loop"
-        sys.stderr.write(f"{stopped_by}: {len(rows)} of {len(tried)} sizes measured; not measured: {left}\n")
+        note(f"{stopped_by}: {len(rows)} of {len(tried)} sizes measured; not measured: {left}")
         return exit_code_of(stopped_by, settings.exit_on_drain)
 
     return tuned

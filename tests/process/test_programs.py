@@ -719,6 +719,11 @@ def test_the_doctor_says_what_is_wrong_and_how_a_worker_would_end(tmp_path: Path
         cut.stdout.close()  # as head does, sooner
         assert cut.wait(60) == ExitCode.UNREACHABLE
         assert b"Traceback" not in cut.stderr.read()
+    if Path("/dev/full").exists():
+        with open("/dev/full", "wb") as full:
+            ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        assert (ended.returncode, ended.stderr.count("\n")) == (ExitCode.ERROR, 1)
+        assert "standard output cannot be written: No space left on device" in ended.stderr
     code, said = run("w5xde_async.doctor", "--join-file", str(tmp_path / "missing"))
     assert code == ExitCode.USAGE, said
     assert "the coordinator writes it" in said

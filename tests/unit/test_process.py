@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 from tests.support import forking
 
+from w5xde_async.__main__ import main as w5xde
 from w5xde_async.cluster.worker_processes import PRESTARTED
-from w5xde_async.errors import ExitCode, UsageError
+from w5xde_async.errors import ExitCode, LocalError, UsageError
 from w5xde_async.process import (
     _LONG_SLICE_NS,
     _RESET_ON_FORK,
@@ -35,6 +36,8 @@ from w5xde_async.process import (
     _ignore_signals,
     keeping_objects,
     launch,
+    note,
+    say,
     signals,
     tell,
     use_batch_scheduling,
@@ -45,6 +48,7 @@ from w5xde_async.telemetry.dashboard.connections import at_most
 from w5xde_async.users_code import take_stdin
 
 FREEZE = gc.freeze
+_PROGRAMS = ("coordinator", "worker", "status", "doctor", "predict", "memory", "tune", "launch")
 
 
 class Ended(BaseException):
@@ -501,6 +505,36 @@ def test_what_else_it_fails_of_is_raised_as_it_is(
         launched(body, "--loop", loop)
     assert raised.value.__cause__ is None
     assert raised.value.__suppress_context__
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("program", ["", *_PROGRAMS])
+def test_help_without_room_is_one_line(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert w5xde([*program.split(), "--help"]) == ExitCode.ERROR
+    name = f"w5xde {program}".rstrip()
+    assert capsys.readouterr().err == f"{name}: standard output cannot be written: No space left on device\n"
+
+
+def test_output_that_nobody_reads_or_can_write_ends_no_program_twice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What comes later, Python's own end too, is dropped."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert [say("a"), say("b")] == [False, True]
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    sys.stdout.close()  # by the job's code
+    with pytest.raises(LocalError, match="standard output cannot be written: I/O operation on closed file"):
+        say("c")
+    monkeypatch.setattr("sys.stderr", sys.stdout)
+    note("d")
 
 
 def test_what_is_told_is_told_in_what_the_stream_can_write(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import ssl
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -117,15 +118,41 @@ async def test_what_the_terminals_encoding_has_not_is_replaced(plain: bool, monk
     assert b"??-1" in shown.getvalue()
 
 
-@pytest.mark.parametrize("how", [("--json",), ()])
-async def test_who_has_read_enough_is_no_fault(how: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
+async def followed(view: View) -> None:
+    """Whoever followed the run goes, as nobody does in a program that ends: it is over."""
+    view(FINISHED)
+    for thread in threading.enumerate():
+        if isinstance(thread, status._Following):
+            await asyncio.to_thread(thread.join)
+
+
+@pytest.mark.parametrize("how", [("--json",), (), ("--watch",)])
+@pytest.mark.parametrize("plain", [False, True])
+async def test_who_has_read_enough_is_no_fault(how: tuple[str, ...], plain: bool, monkeypatch: pytest.MonkeyPatch):
+    if plain:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
         monkeypatch.setattr("sys.stdout", pipe)
-        async with served() as (dashboard, _):
+        async with served() as (dashboard, view):
             assert await run("--server", dashboard.address, *how) == ExitCode.OK
+            await followed(view)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("how", [("--json",), (), ("--watch",)])
+async def test_output_without_room_is_one_line(
+    how: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    async with served() as (dashboard, view):
+        with open("/dev/full", "w") as full:  # noqa: ASYNC230 - it is no file
+            monkeypatch.setattr("sys.stdout", full)
+            assert await run("--server", dashboard.address, *how) == ExitCode.ERROR
+        await followed(view)
+    assert capsys.readouterr().err.splitlines() == [
+        "python -m w5xde_async.status: standard output cannot be written: No space left on device"
+    ]
 
 
 async def test_a_dashboard_that_many_look_at_says_so(capsys: pytest.CaptureFixture[str]):

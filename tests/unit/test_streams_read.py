@@ -75,7 +75,7 @@ def test_what_is_asked_for_again(kind: str) -> None:
 
 @pytest.mark.parametrize("nested", [0, 100_000])
 def test_a_state_that_json_would_change_is_not_kept(nested: int) -> None:
-    """It is passed over to where that was: keys that are numbers would come back as text, and JSON nests only so deeply."""
+    """It is passed over to where that was: a key that is a number would come back as text; JSON nests not so deeply."""
 
     class Keyed(IterableDataset[Any]):
         begin = at = 0

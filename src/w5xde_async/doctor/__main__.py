@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from w5xde_async.errors import UsageError
-from w5xde_async.process import launch
+from w5xde_async.process import launch, say
 
 if TYPE_CHECKING:
     from w5xde_async.settings import WorkerSettings
@@ -40,15 +39,11 @@ def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any
         )
     target = Target.of(server, settings.make(WorkerConfig, token=token))
 
-    def say(finding: Finding) -> None:
-        try:
-            sys.stdout.write(clean(str(finding)) + "\n")
-            sys.stdout.flush()
-        except BrokenPipeError:  # "| head" has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    def told(finding: Finding) -> None:
+        say(clean(str(finding)) + "\n")
 
-    say(Finding("address", True, str(target)))
-    return Doctor(target, say).examine
+    told(Finding("address", True, str(target)))
+    return Doctor(target, told).examine
 
 
 if __name__ == "__main__":

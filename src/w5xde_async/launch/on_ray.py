@@ -23,6 +23,7 @@ import ray
 from w5xde_async.errors import ExitCode
 from w5xde_async.launch.plan import HOPELESS, Plan
 from w5xde_async.net.join import write_private_line
+from w5xde_async.process import note
 from w5xde_async.runtime import start_process
 
 logger = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ def run(plan: Plan) -> int:
             code = fleet.wait()
         except KeyboardInterrupt:
             code = fleet.stop()
-            sys.stderr.write("stopped in good order; the same command goes on from there\n")
+            note("stopped in good order; the same command goes on from there")
     return ExitCode.OK if code in (None, ExitCode.DRAINED) else int(code)
 
 

@@ -8,11 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from w5xde_async.config import Parser, size, whole
-from w5xde_async.errors import ExitCode, UsageError, W5xdeError, need
+from w5xde_async.errors import UsageError, need
 from w5xde_async.launch.plan import Plan, name_of
-from w5xde_async.process import tell
-from w5xde_async.settings import Answer
-from w5xde_async.telemetry import wording
+from w5xde_async.process import tell, without_loop
 
 _MEMORY = size("a size like 4GB or 16GiB, at least 64MiB", lambda n: n >= 64 << 20)
 _WHOLE, _COUNT = whole(0), whole(1, 100_000)
@@ -44,7 +42,7 @@ def parser(prog: str) -> Parser:
 
 
 def parse(arguments: Sequence[str], prog: str) -> tuple[argparse.Namespace, Plan]:
-    """The command line and what it asks for. Raises UsageError."""
+    """The command line and what it asks for. Raises UsageError, and Answer for --help."""
     given = list(arguments)
     cut = given.index("--") if "--" in given else len(given)
     told = parser(prog).read(given[:cut])
@@ -64,16 +62,8 @@ def parse(arguments: Sequence[str], prog: str) -> tuple[argparse.Namespace, Plan
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.launch") -> int:
     """Start it, or write it; the result is the exit code."""
-    try:
-        told, plan = parse(sys.argv[1:] if arguments is None else arguments, prog)
-        return _start(told, plan, prog)
-    except Answer as answer:
-        return tell(prog, f"{answer.text}\n")
-    except W5xdeError as error:
-        sys.stderr.write(f"{prog}: {wording.clean(str(error))}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return ExitCode.OK
+    given = sys.argv[1:] if arguments is None else arguments
+    return without_loop(prog, lambda: _start(*parse(given, prog), prog))
 
 
 def _start(told: argparse.Namespace, plan: Plan, prog: str) -> int:

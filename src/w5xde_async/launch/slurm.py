@@ -14,6 +14,7 @@ import sys
 
 from w5xde_async.errors import ExitCode, UsageError
 from w5xde_async.launch.plan import Plan, fill
+from w5xde_async.process import say
 
 _PATIENCE = "1h"  # of workers, while the coordinator waits in the queue
 _GOODBYE_S = 60  # in which workers that the coordinator has said goodbye to end by themselves
@@ -52,6 +53,5 @@ def start(plan: Plan) -> int:
     path = plan.run_dir / f"{plan.name}.sh"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.write_text(script(plan), encoding="utf-8")
-    sys.stdout.write(f"{path}\n")
-    sys.stdout.flush()
+    say(f"{path}\n")
     return subprocess.run(["bash", str(path)], check=False).returncode

@@ -7,7 +7,8 @@ variable or TOML key, its value and what is accepted. torch is not imported here
 
 from __future__ import annotations
 
-from w5xde_async.settings.flags import Answer, flag_names, read, to_mapping
+from w5xde_async.config import Answer
+from w5xde_async.settings.flags import flag_names, read, to_mapping
 from w5xde_async.settings.programs import PROGRAMS, CoordinatorSettings, WorkerSettings, misspelt_variables
 
 __all__ = [

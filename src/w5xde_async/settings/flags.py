@@ -24,6 +24,7 @@ from w5xde_async.config import (
     TIME,
     USER,
     YES_OR_NO,
+    Answer,
     Config,
     Parser,
     Setting,
@@ -45,14 +46,6 @@ _NO_TOKEN_FLAG = (
 )
 _T = TypeVar("_T")
 _P = TypeVar("_P", bound="Program")
-
-
-class Answer(Exception):  # not an error: --help, --version and --print-config end here
-    """The command line asked for a text, not for a run. Field: ``text``; the exit code is 0."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        super().__init__(text)
 
 
 @dataclass(frozen=True, kw_only=True)
