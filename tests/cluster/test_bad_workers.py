@@ -59,6 +59,31 @@ async def test_a_liar_is_found_and_does_no_harm(name: str, clean: Found):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("falsifies", ["grad", "mean"])
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_a_liar_is_found_beside_a_buffer_that_is_not_finite(name: str, falsifies: str, clean: Found):
+    """That buffer keeps its values where it is not, so it skips no step and excuses nothing."""
+    found = await run(
+        ATTACKS[name], steps=STEPS, workers=3, begins=2, falsifies=falsifies, log_shares=True, audit_fraction=1.0
+    )
+    assert found.finished
+    assert 2 <= found.found_at <= 40, found
+    assert found.false_alarms == 0
+    assert found.accuracy >= clean.accuracy * 0.95
+    if falsifies == "grad" and name in ("nan", "inf", "x1e6"):
+        assert found.found_at == found.lied_in[-1], found
+
+
+async def test_honest_workers_with_a_buffer_that_is_not_finite_are_seldom_looked_at():
+    plain = await run(None, steps=20, workers=3, audit_fraction=0.0)
+    found = await run(None, steps=20, workers=3, log_shares=True, audit_fraction=0.0)
+    assert found.finished
+    assert found.accuracy == plain.accuracy
+    assert found.false_alarms == 0
+    assert 0 < found.audits <= 40, "each element for the first time, of some 400 blocks"
+
+
+@pytest.mark.slow
 async def test_a_small_lie_is_within_what_unlike_machines_may_differ_by_and_is_told_of(clean: Found):
     found = await run(SLIGHT, steps=STEPS, workers=3, begins=2, audit_fraction=1.0)
     assert found.finished

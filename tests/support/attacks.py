@@ -106,11 +106,12 @@ SLIGHT: Attack = _slightly
 
 
 class FalseWorker(Worker):
-    """A worker whose results go through ``attack`` from step ``begins`` on."""
+    """A worker whose results go through ``attack`` from step ``begins`` on. ``falsifies``: sums of which role."""
 
-    def __init__(self, *arguments: Any, attack: Attack, begins: int = 0, **named: Any) -> None:
+    def __init__(self, *arguments: Any, attack: Attack, begins: int = 0, falsifies: str = "grad", **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._attack, self._begins, self._memory = attack, begins, dict[str, Any]()
+        self._falsifies = falsifies
         self.lied_in: list[int] = []
         build = self._engines._build
         self._engines._build = lambda *given: self._false(build(*given))  # type: ignore[method-assign]
@@ -125,7 +126,7 @@ class FalseWorker(Worker):
                 self.lied_in.append(task.step)
                 vector = outcome.vectors[-1]
                 for group in engine.layout.groups:
-                    if group.role == "grad":
+                    if group.role == self._falsifies:
                         self._attack(vector.group(group.index), task, self._memory)
             for bucket, vector in sent:
                 emit(bucket, vector)
@@ -150,12 +151,28 @@ def accuracy(model: nn.Module) -> float:
         return float((model.eval()(x).argmax(1) == y).float().mean())
 
 
-def digits(steps: int) -> Job:
+class _LogShares(nn.Module):
+    """Keeps the logarithm of the share of a leaf's images in which each pixel is on: -inf where it is off in all. The
+    first and the last are in the middle, where some are on."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__()
+        self.plain = plain
+        self.register_buffer("log_shares", torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training:
+            self.log_shares = (x > 0).float().mean(0).log().roll(-27)
+        return self.plain(x)
+
+
+def digits(steps: int, *, log_shares: bool = False) -> Job:
+    """``log_shares``: with a buffer that is not finite in most leaves."""
     x, y, _, _ = _split()
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    model: nn.Module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     return Job(
-        model=model, dataset=TensorDataset(x, y), loss=nn.functional.cross_entropy,
+        model=_LogShares(model) if log_shares else model, dataset=TensorDataset(x, y), loss=nn.functional.cross_entropy,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         batch_size=160, microbatch_size=8, max_steps=steps, seed=5,
     )  # fmt: skip
@@ -179,9 +196,16 @@ class Found:
     seconds: float = 0.0
 
 
-async def run(attack: Attack | None, *, steps: int, workers: int = 5, begins: int = 0, **config: Any) -> Found:
+async def run(
+    attack: Attack | None, *, steps: int, workers: int = 5, begins: int = 0, falsifies: str = "grad",
+    log_shares: bool = False, **config: Any,
+) -> Found:  # fmt: skip
     """Train digits on ``workers``, of which one lies."""
-    found, job, bus = Found(accuracy=0.0, finished=False), digits(steps), Bus()
+
+    def made_job() -> Job:
+        return digits(steps, log_shares=log_shares)
+
+    found, job, bus = Found(accuracy=0.0, finished=False), made_job(), Bus()
 
     def see(event: Event) -> None:
         if isinstance(event, StepCommitted):
@@ -203,15 +227,17 @@ async def run(attack: Attack | None, *, steps: int, workers: int = 5, begins: in
     quick = WorkerConfig(device="cpu", connect_timeout_s=10.0)
     async with Coordinator(job, config=settings, bus=bus) as coordinator:
         made: list[Worker] = [
-            Worker(coordinator.address, job=digits(steps), config=replace(quick, name=f"honest-{number}"))
+            Worker(coordinator.address, job=made_job(), config=replace(quick, name=f"honest-{number}"))
             for number in range(workers - 1)
         ]
         bad = replace(quick, name="bad")
         if attack is None:
-            made.append(Worker(coordinator.address, job=digits(steps), config=bad))
+            made.append(Worker(coordinator.address, job=made_job(), config=bad))
             lies = []
         else:
-            false = FalseWorker(coordinator.address, job=digits(steps), config=bad, attack=attack, begins=begins)
+            false = FalseWorker(
+                coordinator.address, job=made_job(), config=bad, attack=attack, begins=begins, falsifies=falsifies
+            )
             made.insert(2, false)
             lies = false.lied_in
         running = [asyncio.create_task(worker.run()) for worker in made]

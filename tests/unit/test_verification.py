@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from w5xde_async.coordinator.sync import deviation
 from w5xde_async.coordinator.sync.verification import Verification, _Seen
@@ -44,9 +44,9 @@ def changed(change: Callable[[ResultVector], object]) -> ResultVector:
 
 
 def compare(
-    mine: ResultVector, mine_present: frozenset[int], theirs: ResultVector, theirs_present: frozenset[int]
+    mine: ResultVector, mine_present: frozenset[int], theirs: ResultVector, theirs_present: frozenset[int], **how: bool
 ) -> Deviation:
-    return deviation.compare(LAYOUT, mine.buckets, mine_present, theirs.buckets, theirs_present)
+    return deviation.compare(LAYOUT, mine.buckets, mine_present, theirs.buckets, theirs_present, **how)
 
 
 def test_the_layout_has_every_role_and_several_buckets() -> None:
@@ -113,6 +113,90 @@ def test_not_finite(value: float) -> None:
     assert found.bucket == GRADS[1]
     assert math.isinf(compare(vector(), EVERY, odd, EVERY).relative)
     assert compare(odd, EVERY, odd, EVERY).relative == 0  # training diverges, nobody lies
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_buffer_that_is_not_finite_hides_no_lie(value: float) -> None:
+    """With such a gradient the step is skipped; such a buffer keeps its values, and the gradients count."""
+
+    def honest() -> ResultVector:
+        return changed(lambda v: v.buckets[MEAN].select(0, 3).fill_(value))
+
+    def lie(change: Callable[[Tensor], object], numbers: list[int]) -> Deviation:
+        made = honest()
+        for number in numbers:
+            change(made.buckets[number])
+        return compare(made, EVERY, honest(), EVERY)
+
+    chance = torch.Generator().manual_seed(4)
+    lies: list[Callable[[Tensor], object]] = [
+        lambda t: t.mul_(1e6), lambda t: t.neg_(), lambda t: t.zero_(), lambda t: t.mul_(1.05), lambda t: t.mul_(1e37),
+        lambda t: t.copy_(torch.randn(t.shape, generator=chance)), lambda t: t[7].fill_(math.nan),
+        lambda t: t[-1].fill_(-math.inf), lambda t: t.copy_(t.roll(1)), lambda t: t[3].fill_(9.0),
+    ]  # fmt: skip
+    found = compare(honest(), EVERY, honest(), EVERY)
+    assert (found.relative, found.same_bits) == (0.0, True)
+    for number, change in enumerate(lies):
+        for role, numbers in ({"grad": GRADS, "mean": [MEAN], "both": [*GRADS, MEAN]}).items():
+            found = lie(change, numbers)
+            assert found.relative > 0.01, (number, role)
+            assert found.bucket in numbers, (number, role)
+    other = changed(lambda v: v.buckets[MEAN].select(0, 3).fill_(math.nan))
+    assert compare(other, EVERY, honest(), EVERY).relative == 0, "it is not finite in another way"
+
+
+def test_the_largest_finite_gradients_are_compared() -> None:
+    """Whose squares float32 does not have."""
+    large = changed(lambda v: [v.buckets[number].mul_(3e18) for number in GRADS])
+    turned = changed(lambda v: [v.buckets[number].mul_(-3e18) for number in GRADS])
+    found = compare(turned, EVERY, large, EVERY)
+    assert found.relative == pytest.approx(2.0)
+    assert found.cosine == pytest.approx(-1.0)
+    assert compare(large, EVERY, large, EVERY).relative == 0
+    largest = torch.full((5,), torch.finfo(torch.float32).max)
+    for role in ("grad", "mean"):
+        norm, odd = deviation.weighed(largest, role)
+        assert norm == pytest.approx(math.sqrt(5) * float(largest[0]))
+        assert odd is None
+
+
+def test_the_norm_of_buffers_is_of_what_is_finite_in_them() -> None:
+    piece = torch.tensor([3.0, math.nan, 4.0, -math.inf])
+    for role, expected in (("mean", 5.0), ("grad", math.inf)):
+        norm, odd = deviation.weighed(piece, role)
+        assert norm == expected
+        assert odd is not None
+        assert odd.tolist() == [False, True, False, True]
+    assert deviation.weighed(piece[::2].contiguous(), "grad") == (5.0, None)
+
+
+def test_who_is_blamed_is_who_sent_what_cannot_be() -> None:
+    """Not who sent what differs in its last bits, as honest results of unlike machines do."""
+    for number, change in ((MAX, lambda t: t.fill_(9)), (MEAN, lambda t: t[3].fill_(math.inf))):
+        odd = changed(lambda v, number=number, change=change: change(v.buckets[number]))  # type: ignore[misc]
+        for bucket in GRADS:
+            odd.buckets[bucket].mul_(1.0 + 1e-5)
+        found = compare(odd, EVERY, vector(), EVERY)
+        assert math.isinf(found.relative)
+        assert found.bucket == number
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_of_two_unlike_machines_may_overflow(value: float) -> None:
+    """In its gradient, loss or buffers: what is finite in both still agrees."""
+    odd = changed(lambda v: v.buckets[GRADS[1]].select(0, 3).fill_(value))
+    buffer = changed(lambda v: v.buckets[MEAN].select(0, 3).fill_(value))
+    for mine, theirs in ((odd, vector()), (vector(), odd), (buffer, vector()), (vector(), buffer)):
+        assert math.isinf(compare(mine, EVERY, theirs, EVERY).relative)
+        assert compare(mine, EVERY, theirs, EVERY, may_overflow=True).relative == 0
+    wrong = changed(lambda v: [v.buckets[number].mul_(1e6) for number in GRADS])
+    assert compare(wrong, EVERY, buffer, EVERY, may_overflow=True).relative > 1
+    assert compare(wrong, EVERY, vector(), EVERY, may_overflow=True).relative > 1
+    found = compare(odd, EVERY, vector(), EVERY, may_overflow=True)
+    lost = [1.0, value], [3], [1.0, 2.0], [3]
+    assert math.isinf(deviation.with_words(found, *lost).relative)
+    assert deviation.with_words(found, *lost, may_overflow=True).relative == 0
+    assert deviation.with_words(found, [1.0, 3.0], [3], [1.0, 2.0], [3], may_overflow=True).relative > 0.1
 
 
 def test_what_is_absent_is_zero() -> None:

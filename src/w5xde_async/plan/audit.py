@@ -5,7 +5,7 @@ A finished block is **held** (nothing of it counts yet) while another worker com
   sampled     drawn by chance, on average one block in 1 / ``fraction`` steps, more often of workers never checked yet
   first       nothing is known yet of how large results are
   norm        its norm is over the gate's bound
-  not finite  it holds an infinity or a NaN
+  not finite  it holds an infinity or a NaN; in a buffer, in another element than in earlier blocks that counted
   vanishing   drawn by chance, of those that nobody computes alike: it is next to nothing beside what is usual. The
               coordinator computes it
 
@@ -60,8 +60,8 @@ class AuditConfig(Config):
 class Deviation(NamedTuple):
     """How far two results of a block are apart. ``bucket`` is the one that differs most.
 
-    ``relative``: the L2 norm of the difference over that of the second result; 0 where both are not finite, infinite
-    where one is. ``same_bits``: nothing differs at all. ``words``: how people are told of it where what was
+    ``relative``: the L2 norm of the difference over that of the second result; 0 where both gradients are not finite,
+    infinite where one is. ``same_bits``: nothing differs at all. ``words``: how people are told of it where what was
     said beside the sums differs more than they do.
     """
 

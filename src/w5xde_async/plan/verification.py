@@ -21,7 +21,6 @@ Pure: whoever calls has measured norms and deviations, and does what is decided.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -114,7 +113,8 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A finished block in numbers. ``finite``: every norm and every loss is so. ``sizes``: by role."""
+    """A finished block in numbers. ``finite``: all gradients and losses are so, and so are buffers, but for elements in
+    which others' were not, either. ``sizes``: by role, of buffers without what is not finite."""
 
     finite: bool
     sizes: Mapping[str, Size]
@@ -164,11 +164,6 @@ def when_nobody_else_can(why: Why, *, others: bool, can_recompute: bool) -> Coun
     if why in (Why.NORM, Why.NOT_FINITE, Why.VANISHING) and others and can_recompute:
         return Recompute(why, "no other worker can compute it")
     return Count("no other worker can compute it")
-
-
-def agrees(why: Why, between: Deviation, tolerance: float, *, may_overflow: bool) -> bool:
-    """Whether two results of a held block are one. ``may_overflow``: one of them may, where the other does not."""
-    return between.relative <= tolerance or (may_overflow and why is Why.NOT_FINITE and math.isinf(between.relative))
 
 
 def when_compared(
@@ -249,7 +244,8 @@ def when_only_sizes_compare(
 ) -> list[Count | Discard | Quarantine]:  # fmt: skip
     """The coordinator has computed what a worker has sent by a lossy codec, or not ``alike``: other random numbers.
 
-    ``not_finite``: buckets of the result that hold an infinity or a NaN; without a lie that ``may_overflow``.
+    ``true_is_finite``: the gradient that it has computed. ``not_finite``: buckets of the result that hold an infinity
+    or a NaN, where its own do not; without a lie that ``may_overflow``.
     ``strikes``: results of the worker, this one among them, that were not of the ``size`` that their blocks give, in
     words: ``in_a_row``, or of those that were looked at.
     """

@@ -1,4 +1,5 @@
-"""How far two computations of one block are apart: their sums, losses, and which parameters they left untouched."""
+"""How large a block's results are, and how far two computations of one block are apart: their sums, losses, and which
+parameters they left untouched."""
 
 from __future__ import annotations
 
@@ -8,17 +9,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from w5xde_async.params.flat import l2_norm
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.audit import Deviation
 
 
 def compare(
     layout: Layout, mine: Sequence[Tensor], mine_present: frozenset[int], theirs: Sequence[Tensor],
-    theirs_present: frozenset[int],
+    theirs_present: frozenset[int], *, may_overflow: bool = False,
 ) -> Deviation:  # fmt: skip
     """How far two results of one block, a piece for each result bucket, are apart; a bucket that is not present is zero
-    everywhere."""
-    sums: dict[str, list[float]] = {"grad": [0.0] * 4, "mean": [0.0] * 4}  # |a|^2, |b|^2, a.b, |a-b|^2
+    everywhere.
+
+    With a gradient that is not finite the step is skipped, and nothing of the block is used: where neither's is, they
+    are not apart. A buffer that is not finite skips no step. So the two are to be so in the same elements (which keep
+    their values), and are compared by the others. ``may_overflow``: one may be finite where the other is not.
+    """
+    sums: dict[str, list[float]] = {"grad": [0.0] * 3, "mean": [0.0] * 3}  # |a|^2, |b|^2, |a-b|^2
+    finite = [True, True]  # the gradients
     worst, largest, same, whole = -1, 0.0, True, True
     for bucket in layout.result_buckets:
         number, role = bucket.index, layout.groups[bucket.group].role
@@ -28,32 +36,62 @@ def compare(
         a = mine[number] if here else torch.zeros_like(theirs[number])
         b = theirs[number] if there else torch.zeros_like(mine[number])
         if role == "max":
-            if here != there or not torch.equal(a, b):
-                worst, same, whole = (number if worst < 0 else worst), False, False
-            continue
-        equal = here == there and torch.equal(a.view(torch.int32), b.view(torch.int32))
-        same = same and equal
-        length = float(torch.linalg.vector_norm(a)) ** 2
-        if equal:
-            terms = (length, length, length, 0.0)
+            equal = here == there and torch.equal(a, b)
+            size = 0.0 if equal else math.inf
+            whole = whole and equal
         else:
-            other, gap = float(torch.linalg.vector_norm(b)) ** 2, float(torch.linalg.vector_norm(a - b)) ** 2
-            terms = (length, other, float(torch.dot(a, b)), gap)
-            size = math.inf if math.isnan(gap) else gap
-            if size > largest:
-                worst, largest = number, size
-        for index, term in enumerate(terms):
-            sums[role][index] += term
-    lengths = [value for role in sums.values() for value in role[:2]]
-    finite = [all(map(math.isfinite, lengths[0::2])), all(map(math.isfinite, lengths[1::2]))]
-    if finite == [False, False]:
+            equal = here == there and torch.equal(a.view(torch.int32), b.view(torch.int32))
+            terms, known = _terms(a, b, equal=equal), True
+            if not math.isfinite(terms[0] + terms[1]):
+                if role == "grad":
+                    finite = [one and math.isfinite(term) for one, term in zip(finite, terms, strict=False)]
+                else:
+                    both = torch.isfinite(a), torch.isfinite(b)
+                    known = may_overflow or torch.equal(*both)
+                    whole = whole and known
+                    terms = _terms(*(one.where(both[0] & both[1], 0.0) for one in (a, b)), equal=equal)
+            size = terms[2] if known and not math.isnan(terms[2]) else math.inf
+            for index, term in enumerate(terms):
+                sums[role][index] += term
+        same = same and equal
+        if size > largest:
+            worst, largest = number, size
+    if not finite[0] and (may_overflow or not finite[1]):
         return Deviation(0.0, 1.0, max(worst, 0), same)
-    if not all(finite) or not whole:
+    if not whole or not (all(finite) or may_overflow):
         return Deviation(math.inf, 0.0, max(worst, 0), False)
-    relative = max(_ratio(gap, length) for _, length, _, gap in sums.values())
-    aa, bb, ab, _ = sums["grad"]
-    cosine = ab / math.sqrt(aa * bb) if aa and bb else float(aa == bb)
+    if not finite[1]:
+        sums["grad"] = [0.0] * 3
+    relative = max(_ratio(gap, length) for _, length, gap in sums.values())
+    aa, bb, gap = sums["grad"]
+    cosine = max(-1.0, (aa + bb - gap) / (2 * math.sqrt(aa) * math.sqrt(bb))) if aa and bb else float(aa == bb)
     return Deviation(relative, cosine, max(worst, 0), same)
+
+
+def weighed(piece: Tensor, role: str) -> tuple[float, Tensor | None]:
+    """The L2 norm of a bucket of floats, and where it is not finite, None for nowhere. The norm of a gradient is not
+    finite either, then; that of buffers is of their other elements. However large values are: it is finite itself."""
+    norm = l2_norm(piece)
+    if math.isfinite(norm):
+        return norm, None
+    known = torch.isfinite(piece)
+    if bool(known.all()):
+        return _norm(piece), None
+    return (math.inf if role == "grad" else _norm(piece.where(known, 0.0))), ~known
+
+
+def _terms(a: Tensor, b: Tensor, *, equal: bool) -> tuple[float, float, float]:
+    """|a|^2, |b|^2 and |a-b|^2."""
+    length = _norm(a) ** 2
+    return (length, length, 0.0) if equal else (length, _norm(b) ** 2, _norm(a - b) ** 2)
+
+
+def _norm(values: Tensor) -> float:
+    """Not finite where an element is not, and there alone."""
+    norm = l2_norm(values)
+    if not math.isfinite(norm):  # or values are over 1e19, whose squares are none in float32
+        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+    return norm
 
 
 def _ratio(gap: float, length: float) -> float:
@@ -62,16 +100,18 @@ def _ratio(gap: float, length: float) -> float:
 
 def with_words(
     found: Deviation, mine: Sequence[float], mine_untouched: Sequence[int], theirs: Sequence[float],
-    theirs_untouched: Sequence[int],
+    theirs_untouched: Sequence[int], *, may_overflow: bool = False,
 ) -> Deviation:  # fmt: skip
-    """Losses and untouched parameters belong to a result too."""
+    """Losses and untouched parameters belong to a result too. ``may_overflow``: one loss may, where the other does
+    not."""
     if set(mine_untouched) != set(theirs_untouched):
         differ = set(mine_untouched) ^ set(theirs_untouched)
         words = f"sums: {found}; but one says that {len(differ)} parameter(s) had no gradient and the other does not"
         return found._replace(relative=math.inf, same_bits=False, words=words)
     gap = 0.0
     for a, b in zip(mine, theirs, strict=True):
-        if a == b or (not math.isfinite(a) and not math.isfinite(b)):
+        overflows = not math.isfinite(a), not math.isfinite(b)
+        if a == b or all(overflows) or (may_overflow and any(overflows)):
             continue
         gap = max(gap, abs(a - b) / max(abs(b), 1.0) if math.isfinite(a - b) else math.inf)
     if gap <= found.relative:

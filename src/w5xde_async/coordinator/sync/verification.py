@@ -20,11 +20,10 @@ from torch import Tensor
 
 from w5xde_async.compute.engine import device_name
 from w5xde_async.coordinator.sync.context import SyncContext
-from w5xde_async.coordinator.sync.deviation import compare, with_words
+from w5xde_async.coordinator.sync.deviation import compare, weighed, with_words
 from w5xde_async.coordinator.sync.recomputation import ReferenceResult
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import AuditKey, Supplier
-from w5xde_async.params.flat import l2_norm
 from w5xde_async.plan.audit import Auditor, Choice, Deviation, HeldBlock, Why
 from w5xde_async.plan.ledger import BlockGrant
 from w5xde_async.plan.membership import Standing
@@ -41,7 +40,6 @@ from w5xde_async.plan.verification import (
     Quarantine,
     Recompute,
     Size,
-    agrees,
     is_far_larger,
     is_next_to_nothing,
     when_compared,
@@ -104,7 +102,8 @@ class FinishedBlock:
     suppliers: Mapping[int, Supplier]
     overtaken: BlockGrant | None = None
     held: HeldBlock | None = None
-    norms: dict[int, float] = field(default_factory=dict)  # by bucket
+    norms: dict[int, float] = field(default_factory=dict)  # by bucket; of buffers, of what is finite in it
+    not_finite: dict[int, bool] = field(default_factory=dict)  # buckets that are so, and whether that is unusual
     samples: int = 0
     other: Done | None = None  # the second computation is in
     held_at: float = 0.0
@@ -165,6 +164,8 @@ class Verification:
         self._roles = {bucket.index: self._layout.groups[bucket.group].role for bucket in self._layout.result_buckets}
         self._floats = {number for number, role in self._roles.items() if role != "max"}
         self._unweighed: list[FinishedBlock] = []
+        # Bucket -> elements of buffers that were not finite in blocks which were looked at for it, and counted.
+        self._not_finite: dict[int, Tensor] = {}
         self._early: dict[Block, dict[int, float]] = {}  # norms of what fills slots of the step under way
         self._early_step = -1
         self._waiting: list[FinishedBlock] = []  # for the very first norm to be confirmed
@@ -211,16 +212,32 @@ class Verification:
         if self._layout.vector_bytes > INLINE_WEIGH_BYTES:
             self._unweighed.append(block)
             return None
-        return self._weighed(block, self._store.norms(block.grant.block, block.suppliers))
+        self._look_at(block, self._store.norms(block.grant.block, block.suppliers))
+        return self._weighed(block)
 
-    def _weighed(self, block: FinishedBlock, norms: dict[int, float]) -> Ruling:
+    def _look_at(self, block: FinishedBlock, norms: dict[int, float]) -> None:
+        """Its ``norms`` are known, as those of any numbers. One that is not finite is looked into; of a gradient it is
+        unusual whatever is found there now, since a quotient may have been made of what was there."""
+        block.norms, block.not_finite = norms, {}
+        for bucket, norm in norms.items():
+            if math.isfinite(norm):
+                continue
+            role = self._roles[bucket]
+            norms[bucket], odd = weighed(self._store.piece(block.grant.block, bucket), role)
+            if role == "grad":
+                block.not_finite[bucket] = True
+            elif odd is not None:
+                usual = self._not_finite.get(bucket)
+                block.not_finite[bucket] = usual is None or bool((odd & ~usual).any())
+
+    def _weighed(self, block: FinishedBlock) -> Ruling:
         """Its norms are known: it counts at once, or is held."""
         grant, step = block.grant, self._context.aggregator.step
         assert step is not None
         (start, stop), plan = grant.block, step.plan
-        block.norms = norms
         block.samples = plan.samples_in(start, stop)
-        measured = Measured(all(map(math.isfinite, (*norms.values(), *block.done.losses))), self._sizes(block))
+        finite = all(map(math.isfinite, block.done.losses)) and not any(block.not_finite.values())
+        measured = Measured(finite, self._sizes(block))
         done_again = (grant.step, start) in self._done_again
         sampled = not done_again and self._auditor.draw(grant.step, grant.block, plan.num_leaves, grant.worker)
         decision = when_finished(
@@ -482,7 +499,7 @@ class Verification:
                 ruling = await self._weigh(self._unweighed[0])
             elif self._waiting and not self._first_is_held:
                 block = self._waiting.pop(0)
-                ruling = self._weighed(block, block.norms)
+                ruling = self._weighed(block)
             elif self._given_up:
                 ruling = await self._without_another(self._given_up[0])
             elif (seconded := next((c for c in self._held if c.other is not None), None)) is not None:
@@ -494,18 +511,18 @@ class Verification:
     async def _weigh(self, block: FinishedBlock) -> Ruling | None:
         early = self._early.pop(block.grant.block, {})
 
-        def weigh() -> dict[int, float]:
+        def weigh() -> None:
             missing = [bucket for bucket in block.suppliers if bucket not in early]
             pieces = {bucket: self._store.piece(block.grant.block, bucket) for bucket in missing}
             norms = {**early, **self._context.aggregator.expected_norms(pieces)}
             norms |= self._store.norms(block.grant.block, [bucket for bucket in missing if bucket not in norms])
-            return {bucket: norms[bucket] for bucket in block.suppliers if bucket in norms}
+            self._look_at(block, {bucket: norms[bucket] for bucket in block.suppliers if bucket in norms})
 
-        norms = await self._context.aggregator.submit(weigh)
+        await self._context.aggregator.submit(weigh)
         if block not in self._unweighed:
             return None  # a worker that had a hand in it was quarantined meanwhile
         self._unweighed.remove(block)
-        return self._weighed(block, norms)
+        return self._weighed(block)
 
     def _is_held(self, block: FinishedBlock, other: Done | None) -> bool:
         """To be asked after each wait: whether a block is still to be ruled on, beside this second computation. If not,
@@ -530,7 +547,9 @@ class Verification:
         assert held.lease is not None
         assert other is not None
         mine, theirs = self._store.pieces(held.block), self._store.pieces(AuditKey(held.lease))
-        between = await self._run(lambda: self._deviation(block, mine, theirs, other))
+        unlike = not self._alike(held.worker, held.second)
+        may_overflow = self._precision == "fp16" and unlike and held.why is Why.NOT_FINITE
+        between = await self._run(lambda: self._deviation(block, mine, theirs, other, may_overflow=may_overflow))
         if not self._is_held(block, other):
             return None
         equal = self._alike(held.worker, held.second)
@@ -539,7 +558,7 @@ class Verification:
         self._draws |= both_drew and self._apart(held.second, held)
         equal_cpus = equal and self._machines[held.worker].device == "cpu" and first.splits == second.splits
         tolerance = self._tolerance(equal_cpus=equal_cpus)
-        agreed = agrees(held.why, between, tolerance, may_overflow=self._precision == "fp16" and not equal)
+        agreed = between.relative <= tolerance
         alike = first.is_like(second)
         like_own = self._own(first.splits, drew=both_drew).is_like(first)
         can_judge = like_own and self._recomputation is not None
@@ -669,9 +688,16 @@ class Verification:
         block gives without the codec and with the coordinator's numbers."""
         held, pieces, worker = block.held, reference.vector.buckets, block.grant.worker
         assert held is not None
-        norms = {b: l2_norm(pieces[b]) for b in reference.present if b in self._floats}
+        found = {b: weighed(pieces[b], self._roles[b]) for b in reference.present if b in self._floats}
+        norms = {bucket: norm for bucket, (norm, _) in found.items()}
         finite = all(map(math.isfinite, norms.values()))
-        odd = [bucket for bucket, norm in block.norms.items() if not math.isfinite(norm)]
+
+        def is_odd(bucket: int) -> bool:
+            if self._roles[bucket] == "grad":
+                return not math.isfinite(block.norms[bucket])
+            return bucket not in found or found[bucket][1] is None
+
+        odd = list(filter(is_odd, block.not_finite))
         may_overflow = self._precision == "fp16" and block.origin.kind != self._own_kind
         strikes, size, known = 0, "", self._strikes
         if finite and not (odd and (alike or may_overflow)):
@@ -730,6 +756,10 @@ class Verification:
                 known.remove(block)
         void = self._end_audit(block)
         if any(isinstance(one, Count) for one in decisions) and all(map(math.isfinite, block.norms.values())):
+            for bucket, unusual in block.not_finite.items():
+                if unusual and block.held and self._roles[bucket] == "mean":
+                    odd = ~torch.isfinite(self._store.piece(block.grant.block, bucket))
+                    self._not_finite[bucket] = odd | self._not_finite.get(bucket, odd)
             for role, size in self._sizes(block).items():
                 if not size.vanishes:  # a worker that gives nothing but zeros must not make zeros the usual
                     self._gates[role].learn(size.norm, block.samples)
@@ -761,11 +791,15 @@ class Verification:
         return await self._context.aggregator.submit(call)
 
     def _deviation(
-        self, block: FinishedBlock, mine: Sequence[Tensor], theirs: Sequence[Tensor], other: Done
-    ) -> Deviation:
+        self, block: FinishedBlock, mine: Sequence[Tensor], theirs: Sequence[Tensor], other: Done, *,
+        may_overflow: bool,
+    ) -> Deviation:  # fmt: skip
         present = frozenset(range(len(self._layout.result_buckets))) - set(other.absent)
-        found = compare(self._layout, mine, frozenset(block.suppliers), theirs, present)
-        return with_words(found, block.done.losses, block.done.untouched, other.losses, other.untouched)
+        found = compare(self._layout, mine, frozenset(block.suppliers), theirs, present, may_overflow=may_overflow)
+        said, others = block.done, other
+        return with_words(
+            found, said.losses, said.untouched, others.losses, others.untouched, may_overflow=may_overflow
+        )
 
     def _distance(
         self, pieces: Sequence[Tensor], present: frozenset[int], words: Done, reference: ReferenceResult
