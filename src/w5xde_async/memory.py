@@ -1,7 +1,8 @@
 """``w5xde memory JOB``: what the job's model needs in memory, process by process, for each way to compute it.
 
-Nothing is allocated: the model is made on torch's meta device, and one step runs on tensors without memory. Exit codes
-are those of the other programs: 2 wrong usage or job.
+Nothing is allocated: the model is made on torch's meta device, and one step runs on tensors without memory. (A model of
+at most 20 million parameters is made in earnest where a job leaves ``microbatch_size`` open and its step needs values:
+so does a run, which chooses that size.) Exit codes are those of the other programs: 2 wrong usage or job.
 """
 
 from __future__ import annotations

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.leaf_size import (
@@ -141,6 +143,55 @@ class _Looks(nn.Linear):
 def test_a_model_that_looks_at_its_data_is_counted_by_running_it() -> None:
     given, blind = job(lambda: _Looks(8, 4), 8), job(lambda: nn.Linear(8, 4), 8)
     assert with_leaf_size(given, build_model(given))[1:] == with_leaf_size(blind, build_model(blind))[1:]
+
+
+def test_a_model_without_memory_that_looks_at_its_data_is_made_and_counted_as_in_a_run() -> None:
+    """As a language model of transformers looks whether its mask leaves anything out."""
+    given = job(lambda: _Looks(8, 4), 8)
+    module = replace(given, model=_Looks(8, 4))
+    with torch.device("meta"):
+        empty = _Looks(8, 4)
+    state = torch.random.get_rng_state()
+    assert with_leaf_size(given, empty)[1:] == with_leaf_size(given, build_model(given))[1:]
+    assert with_leaf_size(module, empty).step_flops > 0
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert next(empty.parameters()).is_meta
+
+
+class _Series(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(8, 64, batch_first=True), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, torch.tensor([len(row) for row in x]), batch_first=True)
+        assert packed.data.sum().item()  # as lengths of a batch are read
+        return self.head(self.rnn(packed)[1][0][0])
+
+
+def test_a_recurrence_over_packed_sequences_is_shared() -> None:
+    """It was said to be next to nothing: one leaf, for one worker."""
+    given = job(_Series, 8, dataset=TensorDataset(torch.randn(64, 40, 8), torch.randint(0, 4, (64,))))
+    told, _, counted = with_leaf_size(given, build_model(given))
+    assert counted == pytest.approx(64 * 3 * 40 * 2 * 4 * 64 * (64 + 8), rel=0.02)
+    assert leaves(told) == 2
+
+
+def test_somebodys_own_operator_with_weights_has_an_eighth() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.test_leaf_size.times(x, self.weight)  # type: ignore[no-any-return]
+
+    with torch.library._scoped_library("test_leaf_size", "FRAGMENT") as library:
+        library.define("times(Tensor x, Tensor weight) -> Tensor")
+        library.impl("times", lambda x, weight: x @ weight, "CompositeExplicitAutograd")
+        given = job(Own, 8)
+        told, why, counted = with_leaf_size(given, build_model(given))
+    assert (leaves(told), why, counted) == (8, "operations of the model could not be counted", 0)
 
 
 def test_what_backward_would_need_is_not_kept() -> None:

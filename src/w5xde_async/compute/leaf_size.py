@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import map_tensors
 from w5xde_async.compute.flops import count_step
-from w5xde_async.job import Job, collated, first_samples, replica_of, step_function
+from w5xde_async.job import Job, build_model, collated, first_samples, replica_of, step_function
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import users_code
 
@@ -50,7 +50,8 @@ class Sized(NamedTuple):
 def with_leaf_size(job: Job, model: nn.Module, *, grows: bool = False) -> Sized:
     """Choose the size of a microbatch where the job leaves it open.
 
-    ``model``: the job's, on any device; it is not changed. ``grows``: the batch will, by what the halves of a step
+    ``model``: the job's, on any device; it is not changed. The result is the same without memory (on ``meta``), for
+    which a small model is made where its values are needed. ``grows``: the batch will, by what the halves of a step
     differ: it is two leaves at least, all of one size, where there is such a size.
     """
     if job.microbatch_size is not None:
@@ -74,7 +75,7 @@ def with_leaf_size(job: Job, model: nn.Module, *, grows: bool = False) -> Sized:
 
 def _counted(job: Job, model: nn.Module) -> int | None:
     """Of ``_PROBED`` samples; None where the step runs neither on tensors without memory nor, for a small model, on a
-    copy with its values: a step that looks at these does there."""
+    copy with its values (a step that looks at these does there), and where what it does there cannot be counted."""
     with suppress(Exception), users_code(), random_state():
         batch = _probe(job)
         with suppress(Exception):
@@ -84,8 +85,13 @@ def _counted(job: Job, model: nn.Module) -> int | None:
             for kept in (saved_tensors_hooks(_nothing, _gone), nullcontext()):  # a step may go back within itself
                 with suppress(Exception), kept:
                     seed_all(job.seed)
-                    return count_step(lambda: step_function(job)(replica_of(job, model), batch))
+                    return count_step(lambda: step_function(job)(_with_values(job, model), batch))
     return None
+
+
+def _with_values(job: Job, model: nn.Module) -> nn.Module:
+    empty = any(parameter.is_meta for parameter in model.parameters())
+    return build_model(job, replica=True) if empty else replica_of(job, model)
 
 
 def _nothing(saved: Tensor) -> None:
