@@ -40,6 +40,12 @@ _TELLING = (
     "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
     "on_train_batch_end", "on_save_checkpoint", "on_load_checkpoint", "teardown",
 )  # fmt: skip
+#: Of the trainer, what is the same for the whole run.
+_LASTING = (
+    "estimated_stepping_batches", "num_training_batches", "max_epochs", "min_epochs", "max_steps", "min_steps",
+    "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision", "world_size", "num_devices",
+    "num_nodes", "datamodule",
+)  # fmt: skip
 #: Methods that make the model and its data what they are, called once for the whole run.
 _MAKING = ("prepare_data", "setup", "configure_model", "teardown")
 
@@ -82,10 +88,14 @@ def job_of(
     ends = [epoch_steps * trainer.max_epochs] if epoch_steps and (trainer.max_epochs or -1) > 0 else []
     ends += [trainer.max_steps] if trainer.max_steps > 0 else []
     asked.estimated_stepping_batches = min(ends, default=math.inf)
+    asked.num_training_batches = math.inf if samples is None else len(loader)
+    lasting = _for_schedules(asked)
 
     def optimizer(model: Any) -> torch.optim.Optimizer:
         with _attached(asked, model):
             made, schedule = _configured(model, epoch_steps)
+        if schedule is not None:
+            _attach_in_step(schedule, lasting, model)
         made.schedule = schedule  # type: ignore[attr-defined]  # configure_optimizers makes both at once
         return made
 
@@ -224,9 +234,10 @@ def _own(part: Any, name: str) -> bool:
 
 
 class _Asked:
-    """The trainer as ``setup`` and ``configure_optimizers`` may ask it, which knows how many steps there will be."""
+    """The trainer as ``setup`` and ``configure_optimizers`` may ask it; it knows the numbers of steps and batches."""
 
     estimated_stepping_batches: float
+    num_training_batches: float
 
     def __init__(self, trainer: Any, datamodule: Any) -> None:
         self._trainer, self.datamodule = trainer, datamodule
@@ -235,12 +246,29 @@ class _Asked:
         return getattr(self._trainer, name)
 
 
-class _Absent:
-    """The trainer where there is none."""
+class _Known:
+    """The trainer where there is none: what is not among ``known`` fails, by name."""
+
+    def __init__(self, reason: str, hint: str, known: Mapping[str, Any]) -> None:
+        vars(self).update(known)
+        self._reason, self._hint = reason, hint
 
     def __getattr__(self, name: str) -> Any:
-        reason = f"training_step asks for trainer.{name}, which no worker knows"
-        raise JobError("of a LightningModule", reason, "compute it from the batch, or keep it in a buffer")
+        raise JobError("of a LightningModule", self._reason.format(name=name), self._hint)
+
+
+def _for_workers() -> _Known:
+    reason = "training_step asks for trainer.{name}, which no worker knows"
+    return _Known(reason, "compute it from the batch, or keep it in a buffer", {})
+
+
+def _for_schedules(asked: _Asked) -> _Known:
+    reason = "its schedule asks for trainer.{name}, which is not known while it is stepped"
+    hint = (
+        "go by the number of the step or epoch that a schedule is given, or read it in configure_optimizers; known are "
+        f"{', '.join(_LASTING)}"
+    )
+    return _Known(reason, hint, {name: getattr(asked, name) for name in _LASTING})
 
 
 @contextmanager
@@ -287,6 +315,20 @@ def _configured(model: Any, epoch_steps: int | None) -> tuple[torch.optim.Optimi
     return optimizer, _OnceIn(every * epoch_steps, schedule)
 
 
+def _attach_in_step(schedule: Any, trainer: _Known, model: Any) -> None:
+    """Whatever the schedule computes by finds the trainer at the model. It stays what it is, to every other eye."""
+    kind: Any = type(schedule)
+
+    class Attached(kind):  # type: ignore[misc]
+        def step(self, *given: Any, **named: Any) -> None:
+            with _attached(trainer, model):
+                super().step(*given, **named)
+
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(Attached, name, getattr(kind, name))
+    schedule.__class__ = Attached
+
+
 class _OnceIn(LRScheduler):
     """A schedule that is stepped once in so many steps: at the end of an epoch."""
 
@@ -325,7 +367,7 @@ def _step(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
 
     model.log, model.log_dict = log, log_dict
     try:
-        with _attached(_Absent(), model):
+        with _attached(_for_workers(), model):
             takes = inspect.signature(model.training_step).parameters
             indexed = len([one for one in takes.values() if one.kind is not one.VAR_KEYWORD]) > 1 or any(
                 one.kind is one.VAR_POSITIONAL for one in takes.values()

@@ -449,6 +449,64 @@ async def test_what_no_worker_knows_is_named(pl: Any) -> None:
         await train(lambda: job)
 
 
+def by_the_trainer(model: Any) -> Any:
+    """A schedule that asks when it is stepped, as one by a function of the module's does."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def factor(step: int) -> float:
+        asked = model.trainer
+        whole = asked.estimated_stepping_batches * asked.accumulate_grad_batches
+        assert asked.max_steps == -1
+        return max(0.1, 1 - step / whole) * asked.max_epochs / asked.num_training_batches  # type: ignore[no-any-return]
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def by_the_trainer_each_epoch(model: Any) -> Any:
+    found = by_the_trainer(model)
+    return [found["optimizer"]], [found["lr_scheduler"]["scheduler"]]
+
+
+@pytest.mark.parametrize("optimizers", [by_the_trainer, by_the_trainer_each_epoch])
+def test_a_schedule_may_ask_for_what_lasts(pl: Any, optimizers: Any) -> None:
+    ours, theirs = module(pl, optimizers), module(pl, optimizers)
+    job = job_of(trainer(pl), ours, loader())
+    reference.train(job)
+    assert ours._trainer is None
+    trainer(pl).fit(theirs, loader())
+    for value, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+
+
+async def test_a_schedule_that_asks_is_kept_and_taken_up_as_torchs(pl: Any, tmp_path: Path) -> None:
+    def job(steps: int) -> Job:
+        return replace(job_of(trainer(pl), module(pl, by_the_trainer), loader()), max_steps=steps)
+
+    await train(lambda: job(5), run_dir=tmp_path)
+    result = await train(lambda: job(8), run_dir=tmp_path)
+    assert result.digest == named_digest(reference.train(job(8))[0])
+    made = job(8)
+    optimizer = made.optimizer(made.model)  # type: ignore[arg-type]
+    schedule = made.scheduler(optimizer)  # type: ignore[misc]
+    assert (type(schedule).__name__, type(schedule).__module__) == ("LambdaLR", "torch.optim.lr_scheduler")
+
+
+async def test_what_a_schedule_cannot_know_is_named(pl: Any) -> None:
+    """Lightning counts it up; here it would stay 0."""
+
+    def optimizers(model: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**model.current_epoch)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    job = job_of(trainer(pl), module(pl, optimizers), loader())
+    with pytest.raises(
+        Exception, match=r"asks for trainer\.current_epoch, which is not known .*go by the number of the"
+    ):
+        await train(lambda: job)
+
+
 @pytest.mark.parametrize("how", [lambda self, *args: args, lambda self, batch, *rest: (batch, *rest)])
 def test_a_training_step_of_any_arguments_is_given_what_lightning_gives_it(pl: Any, how: Any) -> None:
     seen: list[Any] = []
