@@ -18,7 +18,8 @@ from tests.simulator.loop import VirtualLoop
 from tests.support import lying, reference
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 from tests.support.memory_links import memory_pair
-from tests.support.scripted import scripted, settle
+from tests.support.scripted import Run, Scripted, scripted, settle
+from tests.support.scripted import said as told
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -31,7 +32,9 @@ from w5xde_async.job import Job
 from w5xde_async.net.endpoint import connect
 from w5xde_async.net.join import worker_secret
 from w5xde_async.net.link import Link
+from w5xde_async.params.shard import Shard
 from w5xde_async.telemetry.events import Event, Warned, WorkerLeft, WorkerQuarantined
+from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.frame import BufferSpec, encode
 from w5xde_async.wire.messages import (
     PROTOCOL_VERSION,
@@ -39,9 +42,11 @@ from w5xde_async.wire.messages import (
     Done,
     Hello,
     Introduction,
+    Lease,
     Message,
     ProgramRequest,
     Proof,
+    Ready,
     Refusal,
     Volunteer,
     Welcome,
@@ -103,6 +108,92 @@ async def test_whatever_a_member_says_the_others_run_is_the_same(
         if isinstance(event, Warned | WorkerLeft):
             assert "\x1b" not in str(event)
             assert len(str(event)) < 5000
+
+
+# -- how sums are made
+
+TP = "tp=2 1f2e3d4c"
+
+
+async def commit(run: Run, worker: Scripted, version: int, *, done: int = 0) -> None:
+    """Have one worker compute all that is left up to a version; of its leases it has ``done`` so many."""
+    while run.training.version < version:
+        await run.until(lambda known=done: run.training.version >= version or len(worker.all(Lease)) > known)
+        if run.training.version < version:
+            lease = await worker.lease(done)
+            await worker.version(lease.version)
+            await worker.compute(lease)
+            done += 1
+
+
+@pytest.mark.parametrize("numerics", ["evil", "exact evil", "exact 1f2e3d4c", TP])
+async def test_who_makes_sums_as_no_worker_can_is_put_out_and_decides_nothing(numerics: str) -> None:
+    async with scripted() as run:
+        liar = await run.worker("liar", ready=False)
+        await liar.link.send(encode(structs.replace(told(run), numerics=numerics)))
+        await run.until(liar.ended)
+        honest = await run.worker("honest")
+        await commit(run, honest, 1)
+        assert run.training.context.numerics.past == ["exact"]
+        assert run.training.roster.asked == "exact"
+
+
+@pytest.mark.parametrize("stays", [True, False])
+async def test_what_a_member_says_of_its_sums_decides_nothing_before_its_result_counts(stays: bool) -> None:
+    async with scripted() as run:
+        liars = await run.island("liar", numerics=TP)
+        assert len(run.training.roster.sessions) == 1
+        if not stays:
+            await liars[0].link.aclose()
+            await run.until(lambda: not run.training.roster.sessions)
+        honest = await run.worker("honest")
+        await honest.version(0)
+        await honest.compute(await honest.lease())
+        (refused,) = liars[0].all(Refusal) if stays else [None]
+        assert refused is None or (refused.code, "(tp=2" in refused.reason) == (RefusalCode.NUMERICS, True)
+        assert list(run.training.roster.present) == ["honest"]
+        await commit(run, honest, 2, done=1)  # what the liar held is there for whoever is left
+        assert run.training.context.numerics.past == ["exact"]
+
+
+async def test_members_of_an_island_whose_result_counts_first_stay_and_the_others_leave() -> None:
+    async with scripted() as run:
+        ranks, single = await run.island("island", numerics=TP), await run.worker("single")
+        for rank in ranks:
+            await rank.version(0)
+            await rank.compute(await rank.lease())
+        assert [one.code for one in single.all(Refusal)] == [RefusalCode.NUMERICS]
+        assert list(run.training.roster.present) == ["island"]
+        assert run.training.roster.asked == TP
+
+
+@pytest.mark.parametrize("rule", ["sync", "async", "local", "streaming", "async-local"])
+async def test_an_island_that_never_computes_and_comes_first_keeps_nobody_out(rule: Any) -> None:
+    short, config = job(max_steps=6), settings(update=UpdateConfig(rule=rule), max_time_s=60.0)
+    async with Coordinator(short, config=config) as coordinator:
+        links = []
+        for rank in range(2):
+            link = await connect(coordinator.host, coordinator.port, timeout_s=5)
+            links.append(link)
+            joined = await join(link, key="eve", name="eve", token="", terms={}, rank=rank, ranks=2)
+            runs = [(g.index, rank * (g.numel // 2), (g.numel // 2, g.numel)[rank]) for g in joined.layout.groups]
+            shard = Shard.of(joined.layout, runs)
+            print_ = joined.layout.fingerprint
+            await link.send(encode(Ready(print_, "cpu", "eve", 1, "0", shape="tp=2", shard=shard.packed, numerics=TP)))
+        while not coordinator.num_workers:  # noqa: ASYNC110 - joining has no event here
+            await asyncio.sleep(0.01)
+        honest = asyncio.create_task(Worker(coordinator.address, job=job(max_steps=6), config=QUICK_WORKER).run())
+        if rule != "sync":  # there it is put out with the first result that counts
+            while coordinator.num_workers < 2:  # noqa: ASYNC110 - joining has no event here
+                await asyncio.sleep(0.01)
+            for link in links:
+                await link.aclose()
+        result = await coordinator.wait()
+        assert await honest is Departure.FINISHED
+        for link in links:
+            await link.aclose()
+    assert (result.outcome, result.step) == ("finished", 6)
+    assert rule != "sync" or result.digest == expected(6)
 
 
 # -- who is who

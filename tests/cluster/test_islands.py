@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import jobs
+from tests.support import jobs, reference
 from tests.support.circle import Circle
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from torch import Tensor, nn
@@ -208,28 +208,27 @@ TP = "tp=2 1f2e3d4c"
 
 
 async def test_who_makes_sums_in_another_way_than_the_first_worker_is_refused() -> None:
-    expected = await train(jobs.mlp_sgd)
-    bus, joined = Bus(), asyncio.Event()
-    bus.subscribe(lambda event: joined.set() if isinstance(event, WorkerJoined) else None)
-    async with Coordinator(jobs.mlp_sgd(), config=settings(min_workers=2), bus=bus) as coordinator:
+    commits = Commits()
+    async with Coordinator(jobs.mlp_sgd(), config=settings(max_steps=100_000), bus=commits.bus) as coordinator:
 
         def single() -> asyncio.Task[Departure]:
             worker = Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER)
             return asyncio.create_task(worker.run())
 
         singles = [single()]
-        await joined.wait()
+        await commits.reach(1)
         circle = Circle(2, Share.ALL, numerics=TP)
         ended = await asyncio.gather(*[rank.run() for rank in start(coordinator.address, circle, jobs.mlp_sgd)],
                                      return_exceptions=True)  # fmt: skip
         circle.end()
         singles.append(single())
+        coordinator.request_stop()
         result = await coordinator.wait()
-        assert await asyncio.gather(*singles) == [Departure.FINISHED] * 2
+        await asyncio.gather(*singles, return_exceptions=True)
     refused = [error for error in ended if isinstance(error, Refused) and error.code is RefusalCode.NUMERICS]
     assert refused
     assert all(words in str(refused[0]) for words in (TP, "exact", "--numerics any"))
-    assert result.digest == expected.digest
+    assert result.digest == reference.digest(jobs.mlp_sgd(), result.step)
 
 
 async def test_a_run_that_an_island_began_refuses_single_workers() -> None:
@@ -307,7 +306,9 @@ async def test_single_workers_go_on_where_an_island_left_off(tmp_path: Path) -> 
         await coordinator.wait()
         await asyncio.gather(*running, return_exceptions=True)
     events: list[Event] = []
-    result = await train(jobs.mlp_sgd, run_dir=path, events=events)
+    with pytest.raises(Refused, match=r"\(exact\) than the run's \(tp=2 1f2e3d4c\)"):
+        await train(jobs.mlp_sgd, run_dir=path, max_time_s=5.0)
+    result = await train(jobs.mlp_sgd, run_dir=path, events=events, numerics="exact")
     assert result.digest == expected.digest
     assert any(f"computed in these ways: {TP}" in event.text for event in events if isinstance(event, Warned))
 

@@ -164,9 +164,9 @@ class Run:
         self._tasks.append(asyncio.create_task(coroutine))
         return self._tasks[-1]
 
-    async def island(self, worker_id: str, ranks: int = 2) -> list[Scripted]:
+    async def island(self, worker_id: str, ranks: int = 2, **says: Any) -> list[Scripted]:
         """One worker of several ranks; each has every ``ranks``-th piece of 64 values of each bucket, and needs the
-        data of its block of the leaves."""
+        data of its block of the leaves. ``says``: fields of READY."""
         layout = self.prepared.spec.layout
         dealt: list[list[Run_]] = [[] for _ in range(ranks)]
         for group in layout.groups:
@@ -175,7 +175,7 @@ class Run:
         made = []
         for rank, runs in enumerate(dealt):
             made.append(await self.worker(worker_id, ready=False, rank=rank, ranks=ranks))
-            made[-1].shard = Shard.of(layout, runs)
+            made[-1].shard, made[-1].says = Shard.of(layout, runs), says
         for one in made:
             await one.ready()
         return made

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from w5xde_async.plan.numerics import ANY, EXACT, FIRST, RunNumerics, fits, refusal
+from w5xde_async.plan.numerics import ANY, EXACT, FIRST, RunNumerics, fits, is_known, refusal
 
 TP = "tp=2 1f2e3d4c"
 
 
-def test_the_first_worker_decides() -> None:
+def test_the_first_result_that_counts_decides() -> None:
     run = RunNumerics()
     assert run.asked(FIRST) == ""
     assert not run.note(TP)
@@ -21,7 +21,8 @@ def test_the_first_worker_decides() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "numerics", "taken"), [
-    (EXACT, EXACT, True), (EXACT, TP, False), ("tp=2", TP, True), ("tp=2", "tp=4 1f2e3d4c", False), (ANY, TP, True),
+    (EXACT, EXACT, True), (EXACT, TP, False), (EXACT, "exact evil", False),
+    ("tp=2", TP, True), ("tp=2", "tp=4 1f2e3d4c", False), (ANY, TP, True),
 ])  # fmt: skip
 def test_or_the_setting(wanted: str, numerics: str, taken: bool) -> None:
     assert fits(numerics, RunNumerics().asked(wanted)) is taken
@@ -46,17 +47,39 @@ def test_that_there_are_several_is_told_once_and_those_that_were_are_remembered(
     assert len(run.past) == 64
 
 
-def test_the_first_worker_after_a_resume_decides_anew_which_is_told() -> None:
+def test_a_resume_goes_on_with_the_kind_that_has_computed_unless_another_is_asked_for_which_is_told() -> None:
     run = RunNumerics()
     run.restore([EXACT], [])
-    assert run.asked(FIRST) == ""
+    assert run.asked(FIRST) == run.asked(EXACT) == EXACT
+    assert run.asked("tp=2") == "tp=2"
     assert f"in several ways ({EXACT}, {TP})" in run.note(TP)
-    assert run.asked(FIRST) == TP
+    assert run.asked(FIRST) == run.asked("tp=2") == TP
     alike, mixed = RunNumerics(), RunNumerics()
     alike.restore([TP], [])
     assert not alike.note(TP)
     mixed.restore([EXACT, TP], [])  # the resume tells of both
+    assert mixed.asked(FIRST) == ""
     assert not mixed.note(TP)
+    mixed.begin_from([EXACT], [])  # as a journal that is set aside is forgotten
+    assert mixed.past == [EXACT]
+
+
+def test_what_the_coordinator_computes_for_workers_decides_nothing_and_is_told() -> None:
+    run = RunNumerics()
+    assert not run.note(EXACT, decides=False)
+    assert run.asked(FIRST) == ""
+    assert f"in several ways ({EXACT}, {TP})" in run.note(TP)
+    assert run.asked(FIRST) == TP
+
+
+@pytest.mark.parametrize(("numerics", "ranks", "known"), [
+    (EXACT, 1, True), (EXACT, 2, True), (TP, 2, True), (TP, 4, True), ("tp=2 of the program 1f2e3d4c", 2, True),
+    ("fsdp=2,tp=2 of the job 1f2e3d4c", 4, True), (TP, 1, False), (TP, 3, False), ("evil", 2, False),
+    ("exact evil", 1, False), ("exact 1f2e3d4c", 2, False), ("tp=2", 2, False), ("tp=0 1f2e3d4c", 2, False),
+    ("tp=2 1f2e3d4c\x1b", 2, False), ("dp=2 1f2e3d4c", 2, False), (" exact", 1, False),
+])  # fmt: skip
+def test_only_what_a_worker_can_be_is_believed(numerics: str, ranks: int, known: bool) -> None:
+    assert is_known(numerics, ranks) is known
 
 
 def test_devices_that_differ_are_told_once_and_those_before_a_resume_count() -> None:

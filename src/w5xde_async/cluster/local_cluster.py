@@ -60,7 +60,8 @@ class LocalCluster:
         self._replica = None if isinstance(job, str) else with_own_model(job)  # before it is trained in place
         self._run_dir, self._bus, self._runtime = run_dir, bus or Bus(log_warnings=True), runtime
         self._asked = config is not None  # for how many workers the first step waits
-        self._config = config or CoordinatorConfig(port=0, min_workers=max(n_workers, 1), dashboard=dashboard)
+        config = config or CoordinatorConfig(port=0, min_workers=max(n_workers, 1), dashboard=dashboard)
+        self._config = config.with_own_workers() if n_workers else config
         self._coordinator: Coordinator | None = None
         self._workers: LocalWorkers | TaskWorkers | None = None
         self._changed = asyncio.Event()

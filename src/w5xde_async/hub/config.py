@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from w5xde_async.config import PATH, TIME, TIME_OR_0, YES_OR_NO, Kind, number, setting, size, text, whole
 from w5xde_async.errors import need
@@ -12,7 +13,7 @@ from w5xde_async.net.endpoint import DEFAULT_PORT, bare_host
 from w5xde_async.net.join import check_strength
 from w5xde_async.net.own_addresses import advertised
 from w5xde_async.net.tls import SecurityConfig, is_loopback
-from w5xde_async.plan.numerics import FIRST
+from w5xde_async.plan.numerics import EXACT, FIRST
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import HEARTBEAT_S, SILENCE_S
@@ -79,8 +80,9 @@ class NetworkConfig(SecurityConfig):
     max_workers: int = setting(256, "more workers are refused", whole(1), "workers")
     grace_s: float = setting(10.0, "a stop waits so long for the step under way", TIME_OR_0, "workers", flag="grace")
     numerics: str = setting(
-        FIRST, "whose results count: of workers that compute as the first one does, to the last bit ('first'), of all "
-        "('any'), or of some: 'exact' (as one process), 'tp=2'",
+        FIRST, "whose results count: of workers that compute as the one whose result counts first, to the last bit "
+        "('first'; with workers of the coordinator's own: 'exact'), of all ('any'), or of some: 'exact' (as one "
+        "process), 'tp=2'",
         text("first, any, exact or an island's shape", "KIND", _NUMERICS),
         "workers",
     )  # fmt: skip
@@ -131,3 +133,7 @@ class NetworkConfig(SecurityConfig):
     @property
     def asks_for_tls(self) -> bool:
         return super().asks_for_tls or self.join_file is not None
+
+    def with_own_workers(self) -> Self:
+        """For a coordinator that starts workers, each a process: the run's sums are made as theirs."""
+        return replace(self, numerics=EXACT) if self.numerics == FIRST else self

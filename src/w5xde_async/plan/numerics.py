@@ -8,21 +8,28 @@ the last bits, and are never compared with each other.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable
 
 EXACT = "exact"  #: as one process computes
 _MOST_KNOWN = 64  # that are remembered by name
-FIRST, ANY = "first", "any"  #: settings: as the first worker of the run, and all
+FIRST, ANY = "first", "any"  #: settings: as the first result of the run that counts was, and all
+_ISLANDS = re.compile(r"((?:fsdp|tp|pp)=[1-9][0-9]{0,5}(?:,(?:fsdp|tp|pp)=[1-9][0-9]{0,5})*)( [ -~]+)? [0-9a-f]{8}")
 
 
 class RunNumerics:
-    """Those of one run. ``past``: what had computed before this coordinator started, and what has since; ``devices``:
-    on what, with how many threads."""
+    """Those of one run. ``past``: whose results counted before this coordinator started, and whose have since;
+    ``devices``: on what is computed, with how many threads.
+
+    What a worker only says of itself decides nothing: the first result that counts does, and where the run goes on,
+    what its checkpoint or journal tells, if it tells of one kind.
+    """
 
     def __init__(self) -> None:
         self.past: list[str] = []
         self.devices: list[str] = []
-        self._agreed = ""
+        self._agreed, self._decided = "", False
         self._recorded = 0, 0  # of ``past`` and ``devices``
         self._mixed = self._differ = False
 
@@ -37,21 +44,32 @@ class RunNumerics:
         for known, found in ((self.past, numerics), (self.devices, devices)):
             known.extend(name for name in dict.fromkeys(map(str, found)) if name not in known)
             del known[_MOST_KNOWN:]
+        if not self._decided:
+            self._agreed = self.past[0] if len(self.past) == 1 else ""
+
+    def begin_from(self, numerics: Iterable[str], devices: Iterable[str]) -> None:
+        """What a checkpoint tells, whatever a journal has told: that is set aside."""
+        self.past.clear()
+        self.devices.clear()
+        self.restore(numerics, devices)
 
     def asked(self, wanted: str) -> str:
         """What a new worker is asked for by the setting ``wanted``; empty: nothing."""
         if wanted == ANY:
             return ""
-        return self._agreed or ("" if wanted == FIRST else wanted)
+        if wanted == FIRST or fits(self._agreed, wanted):
+            return self._agreed
+        return wanted
 
-    def note(self, numerics: str) -> str:
-        """Somebody computes in this way: a new member, or the coordinator itself. What a person is to be told where it
-        is the first that differs from others; else empty."""
+    def note(self, numerics: str, *, decides: bool = True) -> str:
+        """A result that was made in this way counts: a worker's, the first of which decides, or the coordinator's own,
+        where workers failed. What a person is to be told where it is the first that differs from others; else empty."""
         another = bool(self.past) and numerics not in self.past
         if numerics not in self.past and len(self.past) < _MOST_KNOWN:
             self.past.append(numerics)
-        self._agreed = self._agreed or numerics
-        if self._mixed or (self._agreed == numerics and not another):
+        if decides and not self._decided:
+            self._agreed, self._decided = numerics, True
+        if self._mixed or (not another and numerics == (self._agreed or numerics)):
             return ""
         self._mixed = True
         return (
@@ -75,9 +93,18 @@ class RunNumerics:
         )
 
 
+def is_known(numerics: str, ranks: int) -> bool:
+    """Whether a worker of so many ranks can make its sums so: as one process does, or as an island whose ranks come out
+    even."""
+    if numerics == EXACT:
+        return True
+    found = _ISLANDS.fullmatch(numerics)
+    return found is not None and ranks > 1 and not ranks % math.prod(map(int, re.findall(r"=(\d+)", found[1])))
+
+
 def fits(numerics: str, asked: str) -> bool:
-    """Whether a worker computes as it is asked to. A setting may name the first word alone: ``tp=2``."""
-    return asked in ("", numerics, numerics.partition(" ")[0])
+    """Whether a worker computes as it is asked to. A setting may name an island's first word alone: ``tp=2``."""
+    return asked in ("", numerics) or (asked != EXACT and numerics.partition(" ")[0] == asked)
 
 
 def refusal(numerics: str, asked: str) -> tuple[str, str]:

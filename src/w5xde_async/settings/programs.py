@@ -115,7 +115,8 @@ class CoordinatorSettings(Program):
         more: dict[str, Any] = {} if self.dashboard else {"dashboard": ""}
         if self.values["update"] == "auto":
             more |= {"auto": True, "update": self.make(UpdateConfig, rule="sync")}
-        return self.make(CoordinatorConfig, token=token, **more)
+        config = self.make(CoordinatorConfig, token=token, **more)
+        return config.with_own_workers() if self.workers else config
 
     def without_effect(self) -> str:
         """One line on what was given and the update rule does not use; "" where there is nothing to say.

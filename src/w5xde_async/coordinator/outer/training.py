@@ -522,6 +522,8 @@ class OuterTraining:
             self.pacing.observe(worker, leaves, done.compute_s, taken_s=elapsed_s)
             self.scheduler.took(worker, elapsed_s)
             self.phase.computed(worker, leaves, done)
+            if session.ready is not None:
+                self.context.numerics.note(session.ready.numerics)
         if grant.step >= 0 and self._local:
             self.ledger.carry(done.lease, now)
             if skipped:

@@ -329,9 +329,8 @@ def _restore(
                 f"was written: what the optimizer keeps of one would be taken for another's; {fresh}",
             )
     past: Any = record.meta.get("numerics", [])
-    spec.numerics.past[:] = map(str, past)
     devices: Any = record.meta.get("devices", [])
-    spec.numerics.devices[:] = map(str, devices)
+    spec.numerics.begin_from(past, devices)
     if set(past) - {EXACT}:
         notes.append(f"results so far were computed in these ways: {', '.join(spec.numerics.past)} (docs/islands.md)")
     before, now = str(record.meta.get("updated_on", "cpu")), _updated_on(strategy)

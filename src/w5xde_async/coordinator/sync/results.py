@@ -478,7 +478,7 @@ class Results:
                 f"step {grant.step}, {failed}: what the coordinator computed counts; the last of them said: "
                 f"{''.join(error.splitlines()[:1])[:300]}"
             )
-        if mixed := self._context.run.numerics.note(EXACT):
+        if mixed := self._context.run.numerics.note(EXACT, decides=False):
             self._phase.warn(mixed)
         await self._count_own(step, grant, reference)
         samples = step.plan.samples_in(*grant.block)

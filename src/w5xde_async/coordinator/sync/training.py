@@ -45,6 +45,7 @@ from w5xde_async.plan.audit import Auditor
 from w5xde_async.plan.leases import Grant
 from w5xde_async.plan.ledger import BlockGrant, Ledger
 from w5xde_async.plan.membership import Member, Standing
+from w5xde_async.plan.numerics import ANY, fits
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import StepPlan, Steps
 from w5xde_async.plan.tree import Block
@@ -135,6 +136,7 @@ class SyncTraining:
         self._turn_steps, self._turn_began = 0, 0.0  # of steps that are computed here in one turn of the event loop
         self._stood_for: Session | None = None  # whose leases the coordinator computes, beside other workers
         self._finished = False  # no further step is committed
+        self._kept_to = ""  # how members make their sums, once a result has decided
         self._for_us: list[int] = []  # these leases
         shared = SyncContext(
             context, self.phase, self.ledger, self.store, self.aggregator, self.sampler, recomputation
@@ -502,6 +504,8 @@ class SyncTraining:
             self.revoke(ruling.void, "the block is done anew")
         for decision in ruling.decisions:
             match decision:
+                case Count() if not self._is_of_the_runs_kind(block):
+                    self.results.discard(block, "the run's sums are made in another way")
                 case Count():
                     self._consider(block)
                     self.results.count(block)
@@ -851,6 +855,23 @@ class SyncTraining:
         """A worker was proven wrong: nothing of its that does not count yet will."""
         if self.roster.quarantine(worker, session, reason):
             self._invalidate(worker)
+
+    def _is_of_the_runs_kind(self, block: FinishedBlock) -> bool:
+        """Whether a block that is to count has its sums made as the run's are; the first one decides how that is."""
+        roster, numerics = self.roster, self.context.numerics
+        made = self.verification.numerics_of(block)
+        if self.verification.active and roster.asked and not all(fits(one, roster.asked) for one in made):
+            return False  # of one who was let in before that was decided
+        if self.verification.active and len(made) > 1 and self.context.config.numerics != ANY:
+            return False
+        for one in sorted(made):
+            if mixed := numerics.note(one):
+                self.phase.warn(mixed)
+        if self.context.config.numerics != ANY and roster.asked != self._kept_to:
+            self._kept_to = roster.asked
+            for worker in roster.keep_to(self._kept_to):
+                self._invalidate(worker)
+        return True
 
     def _invalidate(self, worker: str) -> None:
         """Nothing of what it has sent counts that does not yet."""

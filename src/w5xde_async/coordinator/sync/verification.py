@@ -312,6 +312,11 @@ class Verification:
             numerics.pop() if len(numerics) == 1 else "",
         )  # fmt: skip
 
+    def numerics_of(self, block: FinishedBlock) -> set[str]:
+        """How the sums of all who had a hand in it are made, as far as they are remembered."""
+        workers = {supplier.worker for supplier in block.suppliers.values()} | {block.grant.worker}
+        return {self._numerics(worker) for worker in workers} - {""}
+
     def _numerics(self, worker: str) -> str:
         seen = self._seen.get(worker)
         return "" if seen is None else seen.numerics

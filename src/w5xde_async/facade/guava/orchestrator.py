@@ -135,6 +135,8 @@ class Orchestrator:
             dashboard=self._dashboard,
             island=config.island_of_all if self.mode == "local" else None,
         )
+        if self.mode == "local" and not config.island_of_all:
+            settings = settings.with_own_workers()
         ended = block_on(
             lambda: self._train(job, settings), instead="w5xde_async.Coordinator", words=WORDS, serves=True
         )

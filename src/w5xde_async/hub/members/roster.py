@@ -30,7 +30,7 @@ from w5xde_async.hub.members.sharing import SharedResults
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.leases import Grant
 from w5xde_async.plan.membership import Member, Membership, Standing
-from w5xde_async.plan.numerics import RunNumerics, fits, refusal
+from w5xde_async.plan.numerics import RunNumerics, fits, is_known, refusal
 from w5xde_async.segments import Segment, Unshared
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import Bus, Warned, WorkerJoined, WorkerLeft, WorkerQuarantined
@@ -308,14 +308,28 @@ class Roster:
         member = self.membership.members.get(worker_id)
         if session is None or self.sessions.get(worker_id) is not session or member is None:
             return True
-        if any(link.receiving is not None or link.state is not State.READY for link in session.links):
-            session.abort(f"quarantined: {reason}")  # it is told why when it comes back
-        else:
-            member.standing = Standing.OUT
-            self._scheduling.take_back(session)
-            session.refuse(quarantined(reason))
-            asyncio.get_running_loop().call_later(1.0, session.abort, f"quarantined: {reason}")
+        self._put_out(session, member, quarantined(reason), f"quarantined: {reason}")
         return True
+
+    def _put_out(self, session: Session, member: Member, refusal: Refusal, reason: str) -> None:
+        if any(link.receiving is not None or link.state is not State.READY for link in session.links):
+            session.abort(reason)  # it is told why when it comes back
+            return
+        member.standing = Standing.OUT
+        self._scheduling.take_back(session)
+        session.refuse(refusal)
+        asyncio.get_running_loop().call_later(1.0, session.abort, reason)
+
+    def keep_to(self, asked: str) -> list[str]:
+        """From now on sums are made so: members that make them in another way are told, and leave. Their ids."""
+        others = []
+        for worker, session in tuple(self.sessions.items()):
+            member, ready = self.member(worker), session.ready
+            if member is not None and ready is not None and not fits(ready.numerics, asked):
+                others.append(worker)
+                reason, hint = refusal(ready.numerics, asked)
+                self._put_out(session, member, Refusal(RefusalCode.NUMERICS, reason, hint), reason)
+        return others
 
     # -- Admission -----------------------------------------------------------------------------------------
 
@@ -377,12 +391,15 @@ class Roster:
         text, segment = self._layout_text, self._offered(session)
         layout = (BufferSpec("layout", "uint8", (len(text),), "raw", len(text)), text)
         memory = () if segment is None else segment.told
-        welcome = structs.replace(self._welcome, numerics=self._asked, memory=memory)
+        welcome = structs.replace(self._welcome, numerics=self.asked, memory=memory)
         return welcome, [layout, *self._greeting.buffers]
 
     @property
-    def _asked(self) -> str:
-        """How who joins must make its sums. Under rules other than sync no two workers give the same in any case."""
+    def asked(self) -> str:
+        """How members must make their sums; empty: in any way.
+
+        Under rules other than sync no two workers give the same in any case.
+        """
         return self._numerics.asked(self._config.numerics) if self._welcome.update == "sync" else ""
 
     async def make_room(self, session: Session) -> None:
@@ -415,8 +432,10 @@ class Roster:
                 "the worker's model differs from the coordinator's",
                 "use the same job file on both sides",
             )
-        if not fits(ready.numerics, self._asked):
-            return Refusal(RefusalCode.NUMERICS, *refusal(ready.numerics, self._asked))
+        if not is_known(ready.numerics, session.ranks):
+            raise RemoteError(f"a worker of {session.ranks} rank(s) makes no sums as {ready.numerics!r} says")
+        if not fits(ready.numerics, self.asked):
+            return Refusal(RefusalCode.NUMERICS, *refusal(ready.numerics, self.asked))
         if session.ranks > 1:
             self._assemble(session, ready)
             if session.island is None:
@@ -442,9 +461,6 @@ class Roster:
         if ready.code and self._greeting.code and ready.code != self._greeting.code and not self._other_code:
             self._other_code = True
             self._warn(_OTHER_CODE.format(name=session.name))
-        mixed = self._numerics.note(ready.numerics)
-        if mixed and self._welcome.update == "sync":
-            self._warn(mixed)
         self._bus.publish(
             WorkerJoined(
                 worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=device,
