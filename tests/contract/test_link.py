@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 import struct
@@ -401,6 +402,18 @@ async def test_the_end_of_a_link_that_was_reset_unnoticed_is_quiet(network: Pair
     await network.near.aclose()
     with pytest.raises(LinkLost, match=CLOSED_HERE):
         await network.near.recv()
+
+
+async def test_the_peer_hears_of_an_end_though_another_process_has_the_descriptor_too(network: Pair):
+    """As a child has that the job's step has forked."""
+    held = socket.dup(network.near._writer.get_extra_info("socket").fileno())
+    try:
+        network.near.abort()
+        with pytest.raises(LinkLost):
+            async with asyncio.timeout(5):
+                await network.far.recv()
+    finally:
+        os.close(held)
 
 
 async def test_own_close_says_so(pair: Pair):

@@ -363,16 +363,16 @@ class SocketChannel(Channel):
         for waiting in (self._reading, self._writing):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(StreamLost(self.peer, self.lost))
+        with suppress(OSError):
+            if self._jobs:
+                # Closed with a reset: a thread may empty a full buffer after the shutdown, and the kernel then goes on
+                # telling the peer that its window is zero; a sender would wait for TCP_USER_TIMEOUT.
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack(_LINGER, 1, 0))
+            self._sock.shutdown(socket.SHUT_RDWR)  # the peer hears it though a forked child has the descriptor too
+        for job in list(self._jobs):  # the threads see the end, and the last of them to return closes
+            job.cancel()
         if not self._jobs:
             self._sock.close()
-            return
-        with suppress(OSError):
-            # Closed with a reset: a thread may empty a full buffer after the shutdown, and the kernel then goes on
-            # telling the peer that its window is zero; a sender would wait for TCP_USER_TIMEOUT.
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack(_LINGER, 1, 0))
-            self._sock.shutdown(socket.SHUT_RDWR)  # the threads see the end; the last of them to return closes
-        for job in list(self._jobs):
-            job.cancel()
 
 
 async def until_readable(sock: socket.socket) -> None:

@@ -146,5 +146,7 @@ class StockChannel(Channel):
     def abort(self, reason: str = CLOSED_HERE) -> None:
         self.lost = self.lost or reason
         self._chunks.clear()
+        if not self._writer.is_closing():
+            self._shut_down()
         with suppress(AttributeError):  # of asyncio's, where it has closed itself with the last of what it had to send
             self._writer.transport.abort()

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, SupportsIndex
 
 from w5xde_async.errors import LinkLost
@@ -173,6 +175,12 @@ class Channel(asyncio.WriteTransport, ABC):
     async def wait_closed(self) -> None:
         if self._closing is not None:
             await asyncio.shield(self._closing)
+
+    def _shut_down(self) -> None:
+        """Have the peer hear of the end though a process that was forked from this one has the descriptor too."""
+        if (sock := self.get_extra_info("socket")) is not None:
+            with suppress(OSError), socket.socket(fileno=socket.dup(sock.fileno())) as own:  # uvloop's has no shutdown
+                own.shutdown(socket.SHUT_RDWR)
 
     async def _yield_turn(self) -> None:
         self._turn = 0

@@ -195,6 +195,8 @@ class TransportChannel(Channel, asyncio.BufferedProtocol):
     def abort(self, reason: str = CLOSED_HERE) -> None:
         self._end_with(reason)
         self._start = self._end = 0
+        if not self._gone.done():
+            self._shut_down()
         self._transport.abort()
 
     def _resume(self) -> None:
