@@ -230,6 +230,14 @@ def test_where_a_run_on_kubernetes_lies_is_not_to_be_chosen(capsys: pytest.Captu
     assert "after --: --run-dir is for w5xde launch to say" in capsys.readouterr().err
 
 
+def test_kubernetes_replaces_nothing_in_what_the_programs_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has $(NAME) be a variable of the container's, and $$ be $."""
+    options = ("--worker-options", "--local-data '$(HOME)/a$b'", "--", "--init-from", "$(HOME)/$$.safetensors")
+    found = objects(written(capsys, "k8s", "--image", "x", *options))
+    for program, said in (("workers", "$$(HOME)/a$$b"), ("coordinator", "$$(HOME)/$$$$.safetensors")):
+        assert said in found["Job", f"train-{program}"]["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
 def test_kubectl_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake(tmp_path / "bin", kubectl="exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -291,6 +299,13 @@ def test_slurm_has_a_coordinator_and_an_array_of_workers(slurm: Path) -> None:
     subprocess.run(["bash", script, "grow", "8"], check=True)
     (third,) = asked(slurm)
     assert "--array=1-8" in third
+
+
+def test_slurm_gets_no_workers_where_it_takes_no_coordinator(slurm: Path) -> None:
+    fake(slurm / "bin", sbatch=f'printf "%s\\n" "sbatch ${{*@Q}}" >> {slurm}/asked; exit 3')
+    assert main(["launch", "slurm", "train.py:job", "--workers", "3", *OPTIONS]) == 3
+    (only,) = asked(slurm)
+    assert only[-1] == "coordinator"
 
 
 def test_slurm_has_the_patience_that_grace_asks_for(slurm: Path) -> None:

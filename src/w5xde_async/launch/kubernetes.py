@@ -66,4 +66,5 @@ def _kubectl(kubectl: str, verb: str, text: str) -> None:
 
 
 def _strings(words: Sequence[str | int]) -> str:
-    return json.dumps([str(word) for word in words])
+    """As YAML takes them. Kubernetes would put a variable in the place of $(NAME), and one $ in that of two."""
+    return json.dumps([str(word).replace("$", "$$") for word in words])

@@ -31,7 +31,7 @@ script=$0
 case ${1:-submit} in
 submit)
   (umask 077 && mkdir -p "$run") # parameters and secrets lie there
-  submit --job-name="$name" --cpus-per-task=1 --signal=@@coordinator_signal --output="${run//%/%%}/coordinator.log" "$script" coordinator
+  submit --job-name="$name" --cpus-per-task=1 --signal=@@coordinator_signal --output="${run//%/%%}/coordinator.log" "$script" coordinator || exit
   grow @@workers
   ;;
 grow)
