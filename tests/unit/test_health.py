@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import ssl
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import trustme
 
 from w5xde_async.launch import health
+from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,6 +66,46 @@ def test_a_coordinator_without_an_answer_and_a_worker_without_a_dashboard(tmp_pa
         assert health.main(of_coordinator(tmp_path, "--dashboard-address", "127.0.0.1:0"), {}) == 0
         (tmp_path / "cmdline").write_bytes(b"w5xde\0worker\0")
         assert health.main(tmp_path / "cmdline") == 0
+
+
+@pytest.mark.parametrize("program", [("/opt/w5xde/bin/w5xde",), ("-m", "w5xde_async")])
+@pytest.mark.parametrize(
+    "words", [("--server", "coordinator", "--job", "w5xde"), ("--name", "coordinator", "--join-file", "join")]
+)
+def test_a_worker_may_have_a_word_of_the_coordinators(
+    program: tuple[str, ...], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "answers", lambda *_: False)
+    first = tmp_path / "cmdline"
+    for role, code in (("worker", 0), ("coordinator", 1)):
+        first.write_bytes("\0".join(("/usr/bin/python", *program, role, *words, "")).encode())
+        assert health.main(first, {}) == code
+
+
+def test_a_dashboard_is_asked_where_it_is_by_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port was another program's, or any would do."""
+    asked: list[tuple[int, str]] = []
+
+    def answers(port: int, host: str) -> bool:
+        asked.append((port, host))
+        return port == 4711
+
+    monkeypatch.setattr(health, "answers", answers)
+    options = ("--run-dir", str(tmp_path / "run"), "--dashboard-address")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LINK_FILE).write_text(DashboardLink("https://10.0.0.7:4711/?token=x", bytes(32)).line())
+    for address in ("0.0.0.0:5556", "0.0.0.0:0"):
+        assert health.main(of_coordinator(tmp_path, *options, address), {}) == 0
+    assert asked == [(4711, "127.0.0.1")] * 2
+    (tmp_path / "run" / LINK_FILE).write_text("no link")
+    assert health.main(of_coordinator(tmp_path, *options, "0.0.0.0:5556"), {}) == 1
+    assert asked[-1] == (5556, "127.0.0.1")
+
+
+def test_a_coordinator_that_can_have_no_dashboard_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "answers", lambda *_: False)
+    monkeypatch.setitem(sys.modules, "w5xde_async.telemetry.dashboard.server", None)
+    assert health.main(of_coordinator(tmp_path), {}) == 0
 
 
 def test_the_dockerfile_says_what_the_documents_say_of_it() -> None:
