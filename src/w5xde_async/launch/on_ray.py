@@ -31,6 +31,14 @@ logger = logging.getLogger(__name__)
 _NAMESPACE = "w5xde"
 _FINAL = (ExitCode.OK, ExitCode.ERROR, *HOPELESS)  # no other start would end otherwise, or none is wanted
 _AGAIN_S, _LOOK_S = 1.0, 1.0
+_STOPPED: dict[int, str] = {
+    ExitCode.DRAINED: "stopped in good order; the same command goes on from there",
+    ExitCode.OK: "the run has come to its end",
+}
+_NOT_STOPPED = (
+    "the run has not stopped in good order (exit code {code}): its coordinator's log says why, and ray list actors "
+    "whether it goes on"
+)
 _NOT_UPLOADED = [".git", ".venv", "runs"]
 
 
@@ -43,7 +51,7 @@ class Keeper:
         self._folder = Path(tempfile.mkdtemp(prefix="w5xde-"))
         self._process: Process | None = None
         self._running: asyncio.Task[int] | None = None
-        self._leaving = False
+        self._leaving = asyncio.Event()
 
     async def run(self) -> int:
         """From the program's start to its end for good: the exit code. Whoever asks again waits for the same end."""
@@ -52,24 +60,34 @@ class Keeper:
         return await asyncio.shield(self._running)
 
     async def _keep(self) -> int:
-        where = ["--join-file", str(self._join)]
-        if self._coordinator is None:
-            where += ["--host", ray.util.get_node_ip_address(), "--port", "0"]
         following = asyncio.create_task(self._follow())
+        code: int = ExitCode.ERROR
         try:
-            if self._leaving:
+            if self._leaving.is_set():
                 return ExitCode.DRAINED
+            where = ["--join-file", str(self._join)]
+            if self._coordinator is None:
+                where += ["--host", ray.util.get_node_ip_address(), "--port", "0"]
             self._process = process = await start_process(
                 sys.executable, "-m", f"w5xde_async.{self._program}", *self._arguments, *where, "--exit-with-stdin",
                 stdin=PIPE,
             )  # fmt: skip
+            if self._leaving.is_set():  # told to while it was being started
+                self._tell()
             code = await process.wait()
+            ended = f"ended with exit code {code}"
+        except Exception as error:  # this node lacks memory, processes, ...: Ray may find another one
+            ended = f"could not be started ({error})"
+        else:
+            if code in _FINAL:
+                return code
         finally:
             following.cancel()
-        if code in _FINAL or self._leaving:
+        if not self._leaving.is_set():
+            logger.warning("%s %s, and its actor ends with it: Ray starts it again", self._program, ended)
+            await asyncio.sleep(_AGAIN_S)
+        if self._leaving.is_set():
             return code
-        logger.warning("%s ended with exit code %d, and its actor with it: Ray starts it again", self._program, code)
-        await asyncio.sleep(_AGAIN_S)
         os._exit(1)
 
     async def join(self) -> str:
@@ -80,11 +98,15 @@ class Keeper:
 
     async def leave(self) -> None:
         """Have the program leave in good order, and wait for that."""
-        self._leaving = True
+        self._leaving.set()
+        self._tell()
+        if self._running is not None:
+            await asyncio.wait([self._running])
+
+    def _tell(self) -> None:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
-            await self._process.wait()
 
     async def pids(self) -> tuple[int, int]:
         """Process ids: of the actor, and of the program once it runs, else 0."""
@@ -98,7 +120,7 @@ class Keeper:
         """Keep a worker's join file at what the coordinator's actor says, which may be another one by then."""
         written = ""
         while self._coordinator is not None:
-            with suppress(ray.exceptions.RayError):
+            with suppress(ray.exceptions.RayError, OSError):  # which the next look may not meet
                 if (told := await self._coordinator.join.remote()) != written:
                     write_private_line(self._join, told)
                     written = told
@@ -168,7 +190,8 @@ class Fleet:
         return code
 
     def stop(self) -> int:
-        """Have the run stop in good order, with a checkpoint. The coordinator's exit code."""
+        """Have the run stop in good order, with a checkpoint. The coordinator's exit code; ERROR where it has not
+        stopped in time, and goes on."""
         ray.wait([self._coordinator.leave.remote()], timeout=self._plan.coordinator_grace_s)
         code = self.wait(5.0)
         return ExitCode.ERROR if code is None else code
@@ -181,7 +204,7 @@ def run(plan: Plan) -> int:
             code = fleet.wait()
         except KeyboardInterrupt:
             code = fleet.stop()
-            note("stopped in good order; the same command goes on from there")
+            note(_STOPPED.get(code, _NOT_STOPPED).format(code=code))
     return ExitCode.OK if code in (None, ExitCode.DRAINED) else int(code)
 
 
