@@ -106,7 +106,61 @@ def by_milestones(step: int, *, by: float = 0.5) -> float:
     return factor
 
 
+SETTINGS: dict[str, Any] = {"warmup": 3, "total": 20, "floor": 0.1, "milestones": [5, 10]}
+MULTIPLY = np.multiply
+
+
+def warmed_up(warmup: int, total: int, cycles: float = 0.5) -> Callable[[int], float]:
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / max(1, warmup)
+        progress = (step - warmup) / max(1, total - warmup)
+        progress *= cycles * 2
+        scale = max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+        scale *= 0.9
+        return scale
+
+    return factor
+
+
+def by_settings(step: int) -> float:
+    if step < SETTINGS["warmup"]:
+        return float(step) / SETTINGS["warmup"]
+    left = float(SETTINGS["total"] - step)
+    left /= SETTINGS["total"] - SETTINGS["warmup"]
+    scale = math.cos(math.pi * (1 - left))
+    scale += 1.0
+    floor: float = SETTINGS["floor"]
+    return max(floor, scale / 2) * 0.5 ** len([m for m in SETTINGS["milestones"] if step >= m])
+
+
+def by_numpy(step: int) -> float:
+    at = np.clip(step / SETTINGS["total"], 0, 1)
+    at *= np.pi
+    scale = np.cos(at)
+    scale += 1
+    decayed = np.prod([0.5 for milestone in SETTINGS["milestones"] if step >= milestone])
+    return float(MULTIPLY(scale, 0.5) * decayed + np.interp(step, [0, 20], TABLE[:2]))
+
+
+def counts_down(step: int) -> float:
+    rates = list(RATES)
+    passed = 0
+    rates += [0.1]
+    for milestone in SETTINGS["milestones"]:
+        passed += step >= milestone
+    left = abs(step - SETTINGS["total"])
+    left -= 1
+    return rates[passed] * left
+
+
 COMPUTE: dict[str, Callable[[int], float]] = {
+    "warm-up and cosine": warmed_up(3, 20),
+    "warm-up and cosine by settings": by_settings,
+    "by numpy and settings": by_numpy,
+    "a list that it copied": counts_down,
+    "warm-up and root": lambda step, peak=4000: min((step + 1) ** -0.5, (step + 1) * peak**-1.5),
+    "cycles": lambda step: 0.1 + 0.9 * abs(1 - 2 * ((step % 10) / 10)),
     "power": lambda step: 0.95**step,
     "globals": lambda step: min(1.0, (step + 1) / WARMUP),
     "list": lambda step: RATES[min(step, len(RATES) - 1)],
@@ -201,7 +255,97 @@ def by_a_module_around_it() -> Callable[[int], float]:
     return lambda step: op.setitem(kept, 0, kept[0] + 1) or 0.9 ** kept[0]  # type: ignore[func-returns-value]
 
 
+HELD: dict[str, list[float]] = {"kept": [0.0]}
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def adds_to(kept: Callable[[], Any]) -> Callable[[int], float]:
+    def factor(step: int) -> float:
+        found = kept()
+        found += [step]
+        return 0.9 ** len(found)
+
+    return factor
+
+
+def adds_to_the_larger(step: int) -> float:
+    found = max(HELD["kept"], [-1.0])
+    found += [step]
+    return 0.9 ** len(found)
+
+
+def adds_to_what_a_table_gives(step: int) -> float:
+    found: Any = HELD.get("kept")
+    found += [step]
+    return 0.9 ** len(found)
+
+
+def adds_to_what_it_called(step: int) -> float:
+    found = same(HELD["kept"])
+    found += [step]
+    return 0.9 ** len(found)
+
+
+def adds_to_an_arrays_view(step: int) -> float:
+    view = TABLE.reshape(-1)
+    view += 1
+    return float(view[0])
+
+
+def adds_to_the_same_array(step: int) -> float:
+    array = np.asarray(TABLE)
+    array += 1
+    return float(array[0])
+
+
+def longer(kept: list[float], step: int) -> int:
+    kept += [step]
+    return len(kept)
+
+
+def adds_further_in(step: int) -> float:
+    def longer(kept: list[float]) -> int:
+        kept += [step]
+        return len(kept)
+
+    return 0.9 ** longer(KEPT)
+
+
+def adds_to_one_of_two(step: int) -> float:
+    first, second = [0.0], KEPT
+    second += [step]
+    return 0.9 ** len(first + second)
+
+
+def by_another_name(step: int) -> float:
+    multiply = np.multiply
+    multiply(TABLE, 0.9, TABLE)
+    return float(TABLE[0])
+
+
 KEEP_SOMETHING: dict[str, Callable[..., float]] = {
+    "adds to the larger": adds_to_the_larger,
+    "adds to what a table gives": adds_to_what_a_table_gives,
+    "adds to what it called": adds_to_what_it_called,
+    "adds to what it was told to call": adds_to(lambda: KEPT),
+    "adds to an array's view": adds_to_an_arrays_view,
+    "adds to the same array": adds_to_the_same_array,
+    "adds to one of two": adds_to_one_of_two,
+    "adds by another function": lambda step: 0.9 ** longer(KEPT, step),
+    "adds by a part of another function": functools.partial(longer, KEPT),
+    "adds further in": adds_further_in,
+    "adds by the operator's name": lambda step: 0.9 ** len(KEPT.__iadd__([step])),
+    "adds to an array by the operator's name": lambda step: float(TABLE.__iadd__(1)[0]),
+    "into an array by a function's other name": by_another_name,
+    "into an array by a function of several": lambda step: float((np.add, np.multiply)[1](TABLE, 0.9, TABLE)[0]),
+    "into an array by a function for others": lambda step: len(list(map(MULTIPLY, [TABLE], [0.9], [TABLE]))),
+    "into an array by a function for one": lambda step: len(list(map(np.negative, [TABLE], [TABLE]))),
+    "into an array by what it was given": lambda step, by=np.multiply: float(by(TABLE, 0.9, TABLE)[0]),
+    "into an array by part of a function": functools.partial(np.multiply, TABLE, 0.9, TABLE),
+    "into an array by a further place": lambda step: float(np.cumsum(TABLE, 0, None, TABLE)[0]),
     "pops": lambda step: KEPT.pop(0),
     "pops what it was given": lambda step, rates=[1.0]: rates.pop(0),
     "is a pop": [1.0].pop,

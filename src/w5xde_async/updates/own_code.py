@@ -27,11 +27,12 @@ _COMPUTE = {
     "pow", "range", "reversed", "round", "sorted", "sum", "tuple", "zip",
 }  # fmt: skip
 _DATA = (bool, int, float, complex, str, bytes, types.NoneType, np.number, np.bool_)
-# What gives an object that nobody else has, as far as ``+=`` may change it.
+# What gives an object that nobody else has, as far as ``+=`` may change it; a call does where what is called does.
 _MAKE = {
-    "BINARY_OP", "BUILD_LIST", "BUILD_TUPLE", "CALL", "COMPARE_OP", "LOAD_CONST", "UNARY_INVERT", "UNARY_NEGATIVE",
-    "UNARY_NOT",
+    "BINARY_OP", "BUILD_LIST", "BUILD_MAP", "BUILD_SET", "BUILD_TUPLE", "COMPARE_OP", "LOAD_CONST", "LOAD_SMALL_INT",
+    "UNARY_INVERT", "UNARY_NEGATIVE", "UNARY_NOT",
 }  # fmt: skip
+_MAY_GIVE_BACK = {"max", "min", "sum"}  # what they were given
 _WRITE = {"DELETE_ATTR", "DELETE_GLOBAL", "DELETE_SUBSCR", "IMPORT_NAME", "STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR"}
 
 # What changes the object that it is an attribute of, and what of numpy and ``operator`` changes an argument.
@@ -40,10 +41,13 @@ _CHANGE = {
     "itemset", "partition", "pop", "popitem", "put", "remove", "resize", "reverse", "setdefault", "setfield", "sort",
     "symmetric_difference_update", "update", "__delitem__", "__setattr__", "__setitem__",
 }  # fmt: skip
-_CHANGE_ARGUMENTS = {
-    "copyto", "delitem", "fill_diagonal", "methodcaller", "place", "put", "put_along_axis", "putmask", "setitem",
+_IN_PLACE = {
     "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub",
     "itruediv", "ixor",
+}  # fmt: skip
+_CHANGE_ARGUMENTS = {
+    "copyto", "delitem", "fill_diagonal", "methodcaller", "place", "put", "put_along_axis", "putmask", "setitem",
+    *_IN_PLACE, *(f"__{name}__" for name in _IN_PLACE),
 }  # fmt: skip
 
 
@@ -93,6 +97,7 @@ def _of_torch(made: Any) -> bool:
 def _computes(values: list[object]) -> bool:
     """Whether calls of these can only compute, as far as they can be read."""
     read: set[int] = set()
+    factors = set(map(id, values))
     can_keep = changes = False  # whether there is what can be changed, and a call that may do so
     while values:
         value = values.pop()
@@ -119,7 +124,7 @@ def _computes(values: list[object]) -> bool:
             wrapped = getattr(value, "__wrapped__", None)
             if value.__globals__.get("__name__", "")[:6] == "torch.":
                 values.extend([] if wrapped is None else [wrapped])
-            elif (used := _used(value)) is None:
+            elif (used := _used(value, is_factor=id(value) in factors)) is None:
                 return False
             else:
                 values.extend(used.objects)
@@ -135,7 +140,9 @@ def _computes(values: list[object]) -> bool:
             elif of is not None:
                 values.append(of)
                 changes |= value.__name__ in _CHANGE
-        elif not isinstance(value, np.ufunc) and not (
+        elif isinstance(value, np.ufunc):
+            changes = True  # it is not called by its name: with what, is not known
+        elif not (
             isinstance(value, type) and (issubclass(value, np.number) or getattr(builtins, value.__name__, 0) is value)
         ):
             return False
@@ -147,8 +154,9 @@ class _Used(NamedTuple):
     changes: bool  # it calls what changes an object
 
 
-def _used(function: types.FunctionType) -> _Used | None:
-    """What a function has beside its arguments; None where it writes anywhere, imports, or uses what is not there."""
+def _used(function: types.FunctionType, *, is_factor: bool) -> _Used | None:
+    """What a function has beside its arguments; None where it writes anywhere, imports, or uses what is not there. A
+    factor is given numbers; what others are given, may be anything."""
     cells, known = function.__closure__ or (), function.__globals__
     found: list[object] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     codes, changes = [function.__code__], False
@@ -156,7 +164,7 @@ def _used(function: types.FunctionType) -> _Used | None:
         held = {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
     except ValueError:  # not filled yet
         return None
-    found += held.values()
+    found += [value for value in held.values() if not isinstance(value, np.ufunc)]  # calls of those are looked at
     given = inspect.signature(function, follow_wrapped=False).parameters
     empty = inspect.Parameter.empty
     shared = {name for name, one in given.items() if one.default is not empty and not isinstance(one.default, _DATA)}
@@ -166,56 +174,112 @@ def _used(function: types.FunctionType) -> _Used | None:
         changes |= any(part == "out" or (isinstance(part, tuple) and "out" in part) for part in code.co_consts)
         loaded: object = None  # last, as far as it is known
         told = list(dis.get_instructions(code))
-        changes |= _changes_in_place(told, shared)
+        fresh = set[int]()  # calls that give what nobody else has
         for at, instruction in enumerate(told):
             name, what = instruction.opname, instruction.argval
             if name in _WRITE or (name in ("STORE_DEREF", "DELETE_DEREF") and what in function.__code__.co_freevars):
                 return None
+            makes = False
             if name in ("LOAD_ATTR", "LOAD_METHOD"):
                 if what == "random":
                     return None
-                of_module = isinstance(loaded, types.ModuleType)
-                changes |= what in _CHANGE_ARGUMENTS or (what in _CHANGE and not of_module)
-                loaded = getattr(loaded, what, None) if of_module else None
+                module = loaded if isinstance(loaded, types.ModuleType) else None
+                changes |= what in _CHANGE_ARGUMENTS or (what in _CHANGE and module is None)
+                loaded = getattr(module, what, None)
+                makes = getattr(module, "__name__", "") in ("cmath", "math")
+            elif name in ("LOAD_GLOBAL", "LOAD_NAME"):
+                loaded = known.get(what)
+                makes = what in _COMPUTE - _MAY_GIVE_BACK and what not in known
             else:
-                loaded = known.get(what) if name == "LOAD_GLOBAL" else held.get(what) if name == "LOAD_DEREF" else None
-            changes |= isinstance(loaded, np.ufunc) and _gives_more(told[at + 1 :], code.co_consts, loaded.nin)
+                loaded = held.get(what) if name == "LOAD_DEREF" else None
+            operands = _operands(loaded)
+            if makes or operands is not None:
+                call = _called(told, at, code.co_consts)
+                if call is not None:
+                    fresh.add(call.at)
+                if operands is not None:
+                    changes |= isinstance(loaded, np.ufunc) if call is None else call.by_place > operands
             if name in ("LOAD_GLOBAL", "LOAD_NAME"):
+                if isinstance(loaded, np.ufunc):
+                    continue
                 if what in known:
                     found.append(known[what])
                 elif what in _COMPUTE or isinstance(getattr(builtins, what, None), type):
                     continue
                 else:
                     return None
+        given_any = not is_factor or code is not function.__code__
+        changes |= _changes_in_place(told, _arguments(code) if given_any else shared, fresh)
     return _Used(found, changes)
 
 
-def _changes_in_place(told: Sequence[dis.Instruction], shared: Collection[str]) -> bool:
+def _arguments(code: types.CodeType) -> tuple[str, ...]:
+    several = sum(bool(code.co_flags & flag) for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS))
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + several]
+
+
+def _operands(called: object) -> int | None:
+    """How many arguments by place a function of numpy only reads, that writes to a further one or to what is new; None
+    where it is no such function."""
+    if isinstance(called, np.ufunc):
+        return called.nin
+    if not callable(called) or str(getattr(called, "__module__", "")) != "numpy":
+        return None
+    try:
+        names = list(inspect.signature(called).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names.index("out") if "out" in names else None
+
+
+def _changes_in_place(told: Sequence[dis.Instruction], shared: Collection[str], fresh: Collection[int]) -> bool:
     """Whether one of ``+=`` and the like may change what others have, too, as arguments that are ``shared``: it is a
-    new object if it was a constant, or made by arithmetic or a call."""
+    new object if it was a constant, or made by arithmetic or a ``fresh`` call."""
     stored: dict[object, list[int]] = {}
     changed = set[object]()
     for at, one in enumerate(told):
-        if one.opname.startswith("STORE_"):
-            stored.setdefault(one.argval, []).append(at)
+        for name in _stored(one):
+            stored.setdefault(name, []).append(at)
         if one.opname == "BINARY_OP" and one.argrepr.endswith("="):
-            changed.add(told[at + 1].argval)
-    return any(
-        name in shared
-        or any(told[at].is_jump_target or told[at - 1].opname not in _MAKE for at in stored.get(name, ()))
-        for name in changed
-    )
+            changed.update(_stored(told[at + 1])[:1])
+
+    def is_new(at: int) -> bool:
+        made_by = told[at - 1]
+        makes = at - 1 in fresh or (made_by.opname in _MAKE and made_by.argrepr != "[]")
+        return makes and not told[at].is_jump_target and len(_stored(told[at])) == 1
+
+    return any(name in shared or not all(map(is_new, stored[name])) for name in changed)
 
 
-def _gives_more(told: Iterable[dis.Instruction], constants: Sequence[Any], most: int) -> bool:
-    """Whether what was loaded before ``told`` is called with more than so many arguments by place, or may be."""
-    depth, named = 0, 0
-    for one in told:
-        if "JUMP" in one.opname or one.opname in ("CALL_FUNCTION_EX", "CALL_KW"):
-            return True
+def _stored(one: dis.Instruction) -> tuple[object, ...]:
+    """Names that an instruction stores to: of two at once from Python 3.13 on."""
+    if not one.opname.startswith("STORE_"):
+        return ()
+    if not isinstance(one.argval, tuple):
+        return (one.argval,)
+    return one.argval[:1] if "LOAD" in one.opname else one.argval
+
+
+class _Call(NamedTuple):
+    at: int
+    by_place: int  # arguments
+
+
+def _called(told: Sequence[dis.Instruction], at: int, constants: Sequence[Any]) -> _Call | None:
+    """Where what was loaded at ``at`` is called; None where it is not, or with arguments that are not known."""
+    depth = named = 0
+    for place in range(at + 1, len(told)):
+        one = told[place]
+        if "JUMP" in one.opname or one.opname == "CALL_FUNCTION_EX":
+            return None
+        if one.opname == "PUSH_NULL" and place == at + 1:  # a part of what is called
+            continue
         if one.opname == "KW_NAMES":
             named = len(constants[one.arg or 0])
+        if one.opname == "CALL_KW":
+            named = len(told[place - 1].argval)
         depth += dis.stack_effect(one.opcode, one.arg if one.opcode >= dis.HAVE_ARGUMENT else None)
-        if depth < 0:
-            return one.opname == "CALL" and (one.arg or 0) - named > most
-    return False
+        if depth < 0:  # what is called has two places, and its result is in the first; an argument is further up
+            plain = depth == -1 and one.opname in ("CALL", "CALL_KW")
+            return _Call(place, (one.arg or 0) - named) if plain else None
+    return None
