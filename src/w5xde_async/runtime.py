@@ -95,7 +95,7 @@ class Runtime:
 
 async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process:
     """As ``asyncio.create_subprocess_exec``, also where a loop of another thread is just starting one: uvloop refuses
-    that then. Raises as it does."""
+    that then. Raises as it does, and LocalError where that does not end."""
     for _ in range(_MOST_RACES):
         try:
             return await asyncio.create_subprocess_exec(*command, **options)

@@ -33,6 +33,7 @@ from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import (
     JobError,
     LeafFailed,
+    LinkLost,
     LocalError,
     RefusalCode,
     Refused,
@@ -183,20 +184,28 @@ async def test_commits_are_saved_whatever_the_error_says_and_whether_or_not_it_c
     assert len(unheard) == mute
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("never foreseen"), "^a fault of the coordinator itself: RuntimeError: never foreseen"),
+        (LinkLost("w", "gone"), "^a fault of the coordinator itself: LinkLost: connection to w lost: gone"),
+        (LocalError("no process can be had"), "^no process can be had"),
+    ],
+)
 async def test_a_fault_of_a_task_beside_the_training_is_said_and_the_last_checkpoint_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
     """One that nobody has foreseen: the group of tasks would have been cancelled, with all that a run's end saves."""
     events, real, left = list[Event](), Checkpointing._save, [1]
 
     async def save(checkpointing: Checkpointing, *args: Any, **options: Any) -> None:
         if left and left.pop():
-            raise RuntimeError("never foreseen")
+            raise error
         await real(checkpointing, *args, **options)
 
     monkeypatch.setattr(Checkpointing, "_save", save)
     job = replace(jobs.mlp_sgd(), max_steps=400, epochs=None)
-    with pytest.raises(LocalError, match=r"a fault of the coordinator itself: RuntimeError: never foreseen"):
+    with pytest.raises(LocalError, match=words):
         await train(lambda: job, run_dir=tmp_path / "run", events=events, checkpoint_every=2)
     last = max(event.step for event in events if isinstance(event, StepCommitted))
     assert max(await asyncio.to_thread(CheckpointStore(tmp_path / "run" / "checkpoints").steps)) == last

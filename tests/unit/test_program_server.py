@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.errors import LocalError
 from w5xde_async.hub.members import program_server
 from w5xde_async.hub.members.program_server import ProgramServer, _frame
 from w5xde_async.params.layout import Layout
@@ -46,13 +47,16 @@ async def test_a_session_waits_once_and_only_while_it_lasts() -> None:
 
 
 @pytest.mark.parametrize("idle", [True, False])
-async def test_it_is_traced_for_who_asks_or_while_nobody_computes(monkeypatch: pytest.MonkeyPatch, idle: bool) -> None:
+@pytest.mark.parametrize("error", [OSError(11, "no room"), LocalError("no room")])
+async def test_it_is_traced_for_who_asks_or_while_nobody_computes(
+    monkeypatch: pytest.MonkeyPatch, idle: bool, error: Exception
+) -> None:
     """A child that traces would take a core from workers on this machine, which have the job's code."""
     started: list[str] = []
 
     async def fails(*command: str, **options: object) -> None:
         started.append(command[-3])
-        raise OSError(11, "no room")
+        raise error
 
     monkeypatch.setattr(program_server, "_AFTER_S", 0.0)
     monkeypatch.setattr(program_server, "start_process", fails)
@@ -64,7 +68,9 @@ async def test_it_is_traced_for_who_asks_or_while_nobody_computes(monkeypatch: p
     programs.ask(asks, ProgramRequest(1, b""))
     await asyncio.wait([running], timeout=5.0)
     assert started == ["train.py:job"]
-    assert len(asks.told) == 1
+    (told,) = asks.told
+    assert told.reason.endswith("no process could be started for it (no room)")
+    await running
 
 
 @pytest.mark.parametrize("left", [2, 20, 900])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from w5xde_async.coordinator.verification_config import VerificationConfig
 from w5xde_async.data.loader import BlockData, Loader
-from w5xde_async.errors import JobError, LeafFailed, LocalError, UpdateFailed, W5xdeError, headline
+from w5xde_async.errors import LeafFailed, LinkLost, LocalError, RemoteError, W5xdeError, headline
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.contributions import Contributions
 from w5xde_async.hub.members.liveness import Scheduling
@@ -215,9 +215,9 @@ class Lifecycle:
 
 
 def ending(error: Exception) -> W5xdeError:
-    """What a run ends of where nothing should be raised: the error of the job's scheduler, when a lease was to be
-    given, or a fault of ours."""
-    if isinstance(error, JobError | UpdateFailed):
+    """What a run ends of where nothing should be raised: an error that has words of its own, as that of the job's
+    scheduler, when a lease was to be given, or a fault of ours. What a peer does ends no run."""
+    if isinstance(error, W5xdeError) and not isinstance(error, RemoteError | LinkLost):
         return error
     fault = LocalError(f"a fault of the coordinator itself: {type(error).__name__}: {error}")
     fault.__cause__ = error

@@ -18,7 +18,7 @@ from contextlib import suppress
 from w5xde_async.compute.program.carriage import Unloading, buffers_of, digest_of
 from w5xde_async.compute.program.form import FORM, Document, parse
 from w5xde_async.compute.program.taking import Taking
-from w5xde_async.errors import RefusalCode, W5xdeError
+from w5xde_async.errors import LocalError, RefusalCode, W5xdeError
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.session import Session
 from w5xde_async.params.layout import Layout
@@ -119,8 +119,9 @@ class ProgramServer:
                 str(self._config.bucket_bytes), str(microbatch),
                 stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
             )  # fmt: skip
-        except OSError as error:
-            self.set(None, f"no process could be started for it ({error.strerror})")
+        except (OSError, LocalError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            self.set(None, f"no process could be started for it ({reason})")
             return
         try:
             output = await _output(child)
