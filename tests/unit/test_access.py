@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import time
@@ -56,6 +57,31 @@ def test_a_directory_that_is_made_anew_lets_the_same_workers_in(tmp_path: Path) 
     assert all(file.stat().st_mode & 0o077 == 0 for file in path.rglob("*"))
     assert joins(path) == told
     assert Access(TLS, path).credentials.quarantined("mallory") == "it computed wrongly"
+
+
+def test_what_was_read_or_written_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were that to fail, half of a change would have been made."""
+    path = tmp_path / "run"
+    path.mkdir()
+    access, read, before = Access(TLS, path), access_module.read_regular, set[str]()
+
+    def once(path: Path) -> bytes:
+        if path.name == "secret" or path.name in before:
+            raise OSError(errno.EIO, "Input/output error")
+        before.add(path.name)
+        return read(path)
+
+    monkeypatch.setattr(access_module, "read_regular", once)
+    access.rotate(first := new_secret())
+    assert (path / "secret").read_text() == f"{first}\n"
+    (path / "secret").write_text(second := new_secret())
+    (path / "revoked").write_text("mallory\n")
+    access.reload()
+    assert access.credentials.revoked("mallory")
+    shutil.rmtree(path)
+    access.write_anew()
+    assert (path / "secret").read_text() == f"{second}\n"
+    assert (path / "revoked").read_text() == "mallory\n"
 
 
 @pytest.mark.parametrize("secret", ["", " x", "two\nlines", "x" * 4001, pytest.param("\udc80" * 30, id="halves")])

@@ -49,11 +49,11 @@ class Access:
             self._secret = self._secret or self._own_secret()
         self._from_file = self.context is not None and not config.token and run_path is not None
         self.credentials = Credentials(self._secret, certificate, self._inviting() if self.context is not None else "")
-        self._read_revoked()
         self._kept: dict[str, bytes] = {}  # what of this object lies in the run directory, as it was known last
+        self._read_revoked()
         ours = _TLS if self.context is not None and config.tls.cert is None else ()
         self._remember(*ours, *((_INVITING,) if self.context is not None else ()))
-        self._remember(*((_SECRET,) if self._from_file else ()), _REVOKED)
+        self._remember(*((_SECRET,) if self._from_file else ()))
 
     def __repr__(self) -> str:
         return f"<Access: {self.words}>"
@@ -130,8 +130,6 @@ class Access:
             if self._from_file:  # first: who cannot keep it must not give it out
                 self._write_secret(secret)
             self._take(secret)
-            if self._from_file:
-                self._remember(_SECRET)
 
     def reload(self) -> bool:
         """Read the run directory's ``secret`` and ``revoked`` again; True when the join file has another secret.
@@ -146,14 +144,11 @@ class Access:
             there = path is not None and path.exists()
             secret = self._read_secret(path) if path is not None and there else None
             self._read_revoked()
-            self._remember(_REVOKED)
             if path is not None and not there:
                 raise UsageError(
                     f"{path} is gone: the secret stays the same until the coordinator ends, and the next one makes "
                     "another; write a line there to change it now"
                 )
-            if secret is not None:
-                self._remember(_SECRET)
             if changed := secret not in (None, self._secret):
                 assert secret is not None
                 self._take(secret)
@@ -162,6 +157,8 @@ class Access:
     def _take(self, secret: str) -> None:
         self.credentials.rotate(secret)
         self._secret = secret
+        if self._from_file:
+            self._kept[_SECRET] = secret.encode() + b"\n"
 
     def lock_out(self, name: str, reason: str | None = None) -> None:
         """Let that worker in no more; ``reason`` is a quarantine's. ``keep`` makes it last."""
@@ -298,9 +295,11 @@ class Access:
         self._write_line(self._run_path / _SECRET, secret, "the secret")
 
     def _read_revoked(self) -> None:
+        """Raises StoreError; then all is as it was."""
         path = None if self._run_path is None else self._run_path / _REVOKED
         try:
-            lines = [] if path is None or not path.exists() else read_regular(path).decode().splitlines()
+            content = None if path is None or not path.exists() else read_regular(path)
+            lines = [] if content is None else content.decode().splitlines()
         except (OSError, ValueError) as error:
             raise StoreError(str(path), f"cannot read the revoked workers: {error}") from error
         names, quarantined = set(), {}
@@ -317,6 +316,10 @@ class Access:
             else:
                 quarantined[name] = reason
         self.credentials.replace_revoked(names, quarantined)
+        if content is None:
+            self._kept.pop(_REVOKED, None)
+        else:
+            self._kept[_REVOKED] = content
 
 
 def _read_own(path: Path, otherwise: str) -> str:
