@@ -13,6 +13,7 @@ does not do: decide who is told of a segment, or believe what lies in one.
 from __future__ import annotations
 
 import ctypes
+import hmac
 import mmap
 import os
 import stat
@@ -138,6 +139,10 @@ class Opened:
             raise Unshared(f"it cannot be opened: {error.strerror or error}") from None
         self._forgotten = weakref.finalize(self, os.close, self.descriptor)
         self.secret = os.pread(self.descriptor, SECRET_BYTES, 0)
+
+    def has(self, secret: bytes) -> bool:
+        """Whether it is the segment with this secret."""
+        return hmac.compare_digest(self.secret, secret.ljust(SECRET_BYTES, b"\0"))
 
     def map(self) -> Tensor:
         """The payload, as it is and as it changes. To write here is an error that ends the process. Raises Unshared."""

@@ -74,7 +74,7 @@ class Rig:
         self.batch: Batch | None = Batch(structure, True, (8,), self.tensors)
         self.loader: Any = SimpleNamespace(batch=lambda step, block: self.batch, can_take_turns=turns)
         self.in_place = InPlace(
-            self.job, self.loader, state, SyncRule.of(self.job, model, layout, state), segment=self.segment
+            self.job, self.loader, model, state, SyncRule.of(self.job, model, layout, state), segment=self.segment
         )
         self.plan: StepPlan = sampler.plan(0)
         self.members: list[Any] = []
@@ -112,7 +112,8 @@ class Rig:
     def results(self) -> tuple[Done, list[Tensor]]:
         """What a worker sends, computed by an engine of its own."""
         assert self.batch is not None
-        other = InPlace(self.job, self.loader, self.in_place._state, self.in_place._rule)
+        model = build_model(self.job)
+        other = InPlace(self.job, self.loader, model, self.in_place._state, self.in_place._rule)
         computed = other._compute(self.plan, Block(0, self.plan.num_leaves), self.batch, 1)
         other.close()
         if computed is None:
@@ -221,6 +222,39 @@ def test_where_they_cannot_be_seen_they_are_copied() -> None:
     assert not rig.in_place._shows
     assert rig.in_place._engine is not None
     assert torch.equal(rig.in_place._engine.incoming.views[0], rig.in_place._state.views[0])
+    rig.close()
+
+
+@pytest.mark.skipif(bool(unsupported()), reason="shared memory is there on Linux alone")
+def test_another_segment_is_not_taken_for_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where /proc is of another namespace, the numbers may name one: its secret tells."""
+    rig = Rig(shared=True)
+    assert rig.segment is not None
+    other = Segment("parameters", rig.segment.payload.numel(), b"another")
+    numbers = other.told
+    monkeypatch.setattr(Segment, "told", property(lambda segment: numbers))
+    rig.prove(session())
+    assert rig.here(0.5)
+    assert not rig.in_place._shows
+    rig.close()
+    other.close()
+
+
+@pytest.mark.parametrize("what", ["trained", "frozen", "buffer", "not saved", "small"])
+def test_a_large_model_is_not_built_on_the_loop(what: str) -> None:
+    """Whatever of it is large."""
+    many = in_place._MOST_BYTES // 4 + 1
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(256, 4))
+        if what in ("trained", "frozen"):
+            model.large = nn.Parameter(torch.zeros(many), requires_grad=what == "trained")
+        elif what != "small":
+            model.register_buffer("large", torch.zeros(many), persistent=what == "buffer")
+        return model
+
+    rig = Rig(replace(jobs.mlp_sgd(), model=build))
+    assert rig.in_place.possible == (what == "small")
     rig.close()
 
 

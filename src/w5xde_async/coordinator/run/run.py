@@ -387,7 +387,7 @@ def make_training(
         in_place = None
         if config.pacing.short_steps == "here" and update.plain and spec.growing is None and time_limit.is_free():
             in_place = InPlace(
-                job, context.loader, spec.state, strategy.rule, segment=spec.segment,
+                job, context.loader, spec.model, spec.state, strategy.rule, segment=spec.segment,
                 tell=lambda text: context.bus.publish(Warned(text=text)),
             )  # fmt: skip
         return SyncTraining(

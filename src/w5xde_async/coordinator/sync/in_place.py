@@ -12,7 +12,8 @@ is present; where Python code reads in one thread, it is seen in the same way wh
 turns. What fails here, takes ``_LONGEST_S``, or changes what all of this process works with (``_SETTINGS``), ends it
 for good: workers compute that, and tell what is wrong with it.
 
-Memory: the model once more, ``MOST_LENT`` result vectors and the activations of one leaf.
+Memory: the model once more (of what workers of this machine see where it lies, only pages that a step writes),
+``MOST_LENT`` result vectors and the activations of one leaf. It is built on the loop: only where all of it is small.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from w5xde_async.compute.block import ComputedBlock, Task
 from w5xde_async.compute.engine import Engine
@@ -50,7 +51,7 @@ _SETTLED = 16  # steps by way of workers, and steps here, of which the medians a
 _VARIED = 5 * _SETTLED  # the same where one step waits for the data of several: five groups, each by its mean
 _PROOFS = 4
 _MOST_KINDS = 16  # of workers that are compared
-_MOST_BYTES = 8 << 20  # of a result, and of the model, which is copied on the loop
+_MOST_BYTES = 8 << 20  # of a result, and of the model, which is built on the loop, and copied where it cannot be shown
 _SLOWER = 1.1  # than steps by way of workers: medians of different moments differ by as much, for nothing
 _MOST_PATIENCE = 4096  # steps by way of workers, before it is tried again
 _BESIDE_S = 0.0005  # what a whole step takes here beside its leaves
@@ -128,15 +129,16 @@ class InPlace:
     """Computes steps of ``job``, or parts of them, at ``state``'s parameters. All on the event loop's thread."""
 
     def __init__(
-        self, job: Job, loader: Loader, state: FlatState, rule: SyncRule, *,
+        self, job: Job, loader: Loader, model: nn.Module, state: FlatState, rule: SyncRule, *,
         segment: Segment | None = None, tell: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
-        """``segment``: what ``state`` lies in, if that can be seen from elsewhere. ``tell``: a person, why nothing is
-        computed here any more."""
+        """``model``: what the job builds, for its size. ``segment``: what ``state`` lies in, if that can be seen from
+        elsewhere. ``tell``: a person, why nothing is computed here any more."""
         self._tell, self._segment = tell, segment
         self._job, self._loader, self._state, self._rule = job, loader, state, rule
         self._engine: Engine | None = None
-        self._over = rule.layout.vector_bytes > _MOST_BYTES or job.local_data is not None
+        model_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        self._over = max(rule.layout.vector_bytes, model_bytes) > _MOST_BYTES or job.local_data is not None
         self._proofs: dict[_Kind, int] = {}  # steps that were the same to the bit; -1: one was not
         self._by: Session | None = None  # in whose place something is computed
         self.whole = False  #: that is whole steps; else the leases of this worker, or of one that takes its place
@@ -444,6 +446,8 @@ class InPlace:
         except Unshared:
             return False
         try:
+            if not opened.has(self._segment.secret):  # /proc is of other processes than the numbers
+                return False
             engine.share(opened)
         except Unshared:
             return False

@@ -6,7 +6,6 @@ the same user, is shown by the segment in which its results lie (docs/decisions/
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.slots import SHARED_SLOTS, slot_bytes, slots_in
-from w5xde_async.segments import SECRET_BYTES, Opened, Segment, Unshared
+from w5xde_async.segments import Opened, Segment, Unshared
 from w5xde_async.wire.handshake import prove
 from w5xde_async.wire.messages import Result
 
@@ -31,8 +30,7 @@ class SharedResults:
         """``told``: of READY; ``nonce``: of its HELLO. Raises Unshared."""
         opened = Opened(told, SHARED_SLOTS * slot_bytes(layout))
         try:
-            expected = witness(parameters.secret, nonce).ljust(SECRET_BYTES, b"\0")
-            if not hmac.compare_digest(opened.secret, expected):
+            if not opened.has(witness(parameters.secret, nonce)):
                 raise Unshared("its memory does not show that it has read the parameters'")
             memory = opened.map()
         finally:
