@@ -24,7 +24,7 @@ from w5xde_async.coordinator.run.shutdown import ShutdownDeadline, deadline_s
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync.training import SyncTraining
-from w5xde_async.errors import DiskHangs, ExitCode, UpdateFailed
+from w5xde_async.errors import DiskHangs, ExitCode, UpdateFailed, W5xdeError
 from w5xde_async.hub.members.roster import Roster
 from w5xde_async.job import Job
 from w5xde_async.settings import CoordinatorSettings
@@ -365,3 +365,18 @@ async def test_every_evaluation_counts_where_a_run_goes_by_them(workers: int) ->
         await asyncio.gather(*running)
     assert [event.step for event in events if isinstance(event, Evaluated)] == [2, 4, 6, 8, 10, 12]
     assert (result.outcome, result.step) == ("finished", 12)
+
+
+async def test_of_a_run_without_a_step_no_plot_is_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither of one that failed on its first step nor of one that was stopped before it."""
+
+    def raises(*_: Any) -> Any:
+        raise ValueError("not today")
+
+    with pytest.raises(W5xdeError, match="not today"):
+        await train(lambda: replace(jobs.metrics(), step=raises, loss=None), run_dir=tmp_path / "failed")
+    async with Coordinator(jobs.metrics(), run_dir=tmp_path / "stopped", config=settings()) as coordinator:
+        coordinator.request_stop("enough")
+        result = await coordinator.wait()
+    assert (result.outcome, result.plot_path) == ("stopped", None)
+    assert [record.getMessage() for record in caplog.records if "plot" in record.getMessage()] == []

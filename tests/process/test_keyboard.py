@@ -218,6 +218,19 @@ def test_ctrl_c_says_what_happens_what_a_second_does_and_how_to_go_on(start: Cal
     assert words[len(said) :] == command.split()
 
 
+def test_ctrl_c_before_the_first_step_says_how_to_go_on_too(start: Callable[..., Program]) -> None:
+    program = start("good", "--min-workers", "1", "--name", "mine")
+    read(program, "waiting: 0 of 1 workers")
+    program.signal(signal.SIGINT)
+    code, text = ended(program)
+    assert code == ExitCode.OK
+    after = text.partition("To go on from here:")[2]
+    assert after.rstrip().endswith(
+        "python -m w5xde_async.coordinator train.py:good --port 0 --min-workers 1 --name mine"
+    )
+    assert "no plot" not in text
+
+
 def test_after_a_kill_the_steps_that_the_screen_showed_are_counted(start: Callable[..., Program]) -> None:
     same = ("slow", "--workers", "1", "--log-format", "json", "--log", "verbose")
     first = start(*same)

@@ -162,9 +162,9 @@ def _prepare(
                 threads=1 if short else None,
             )  # fmt: skip
             await stack.enter_async_context(workers)
-            unfinished, when = True, "When that is mended, go on from here:"
+            unfinished, stopped = True, False
             try:
-                unfinished, when = (await coordinator.wait()).outcome != "finished", "To go on from here:"
+                unfinished = stopped = (await coordinator.wait()).outcome != "finished"
             except Superseded:
                 unfinished = False  # another coordinator goes on
                 raise
@@ -172,7 +172,8 @@ def _prepare(
                 again = _goes_on(
                     prog, arguments, config.resume, kept=settings.exit_with_stdin, environment=settings.environment
                 )
-                if unfinished and coordinator.step and again:
+                if unfinished and again and (stopped or coordinator.step):
+                    when = "To go on from here:" if stopped else "When that is mended, go on from here:"
                     progress.tell(when, again)
         return exit_code_of(stop_reason, settings.exit_on_drain) if unfinished and stop_reason else ExitCode.OK
 

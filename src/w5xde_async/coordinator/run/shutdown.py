@@ -260,7 +260,7 @@ class Shutdown:
         loop = asyncio.get_running_loop()
         there = await self._deadline.wait(loop.run_in_executor(None, flush), "metrics.jsonl", run_dir.path)
         drawn = False
-        if recorder is not None and there is not None:
+        if recorder is not None and there is not None and self._run.training.progress:
             given_up = threading.Event()
             drawing = loop.run_in_executor(None, draw_loss, metrics_path, plot_path, given_up.is_set)
             try:
