@@ -10,16 +10,17 @@ from w5xde_async.process import note, tell
 
 _USAGE = """\
 usage: w5xde coordinator JOB [options]
-       w5xde worker --server HOST:PORT [options]
-       w5xde status [--server HOST:PORT | --run-dir DIR] [--watch]
+       w5xde worker --server COORDINATOR [options]
+       w5xde status [--server DASHBOARD | --run-dir DIR] [--watch]
        w5xde doctor --join-file FILE
        w5xde predict JOB [--workers N] [options]
        w5xde memory JOB [--island MODE=N]
        w5xde tune JOB [--workers N] [options]
        w5xde launch k8s|slurm|ray JOB --workers N [options]
 
-Each has its own --help. The same as python -m w5xde_async.coordinator,
-python -m w5xde_async.worker and so on.
+COORDINATOR and DASHBOARD are two addresses, HOST:PORT: the coordinator names
+both when it starts. Each has its own --help. The same as python -m
+w5xde_async.coordinator, python -m w5xde_async.worker and so on.
 """
 
 

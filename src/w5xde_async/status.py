@@ -59,6 +59,11 @@ _WIDE = 160  # columns where no terminal says how many there are: nothing is cut
 
 _INTERVAL = Kind("a time from 0.1s to 1h, like 2s", "TIME", duration_s, lambda seconds: 0.1 <= seconds <= 3600)
 
+_NO_DASHBOARD = (
+    "is no dashboard (perhaps that is the workers' port, or a tunnel to nothing); the line `dashboard` of the "
+    "coordinator's start names its address, and --run-dir DIR finds it"
+)
+
 _Worker = dict[str, Any]
 
 
@@ -70,6 +75,14 @@ class _Denied(W5xdeError):
 
 class _NoDashboard(ValueError):
     """What was answered is not what a dashboard of this project says."""
+
+
+class _HungUp(Unreachable):
+    """Somebody listens there and ends the connection: no dashboard, or one that ends just now."""
+
+    def __init__(self, peer: str, reason: str, otherwise: str = "") -> None:
+        super().__init__(peer, reason, _TIMEOUT_S)
+        self.args = (f"what listens at {peer} {reason}: it {_NO_DASHBOARD}{otherwise}",)
 
 
 class _NotRunning(W5xdeError):
@@ -242,6 +255,7 @@ class _Dashboard:
 
     @contextmanager
     def _asking(self) -> Iterator[http.client.HTTPConnection]:
+        where = f"{self._host}:{self._port}"
         try:
             with closing(self._connect()) as connection:
                 yield connection
@@ -251,18 +265,15 @@ class _Dashboard:
                 f"coordinator prints (set {_LINK}), and in its run directory (--run-dir)"
             )
             raise _Denied(text) from None
-        except http.client.RemoteDisconnected:
-            reason = "it hung up without an answer; perhaps that is the workers' port"
-            if not self._secure:
-                reason = f"{reason}, or it speaks TLS: then set {_LINK} to the link that the coordinator prints"
-            raise Unreachable(f"{self._host}:{self._port}", reason, _TIMEOUT_S) from None
+        except (ConnectionResetError, ConnectionAbortedError, BrokenPipeError):
+            tls = f"; or it speaks TLS: then set {_LINK} to the link that the coordinator prints"
+            raise _HungUp(where, "hung up without a whole answer", "" if self._secure else tls) from None
+        except ssl.SSLError as error:
+            raise _HungUp(where, f"does not speak TLS as a dashboard does ({error.reason})") from None
         except (http.client.BadStatusLine, http.client.UnknownProtocol, _NoDashboard):  # what it said: for no eyes
-            raise UsageError(
-                f"what listens at {self._host}:{self._port} is no dashboard (perhaps that is the workers' port); the "
-                "coordinator names its dashboard when it starts, and --run-dir finds it"
-            ) from None
+            raise UsageError(f"what listens at {where} {_NO_DASHBOARD}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise Unreachable(f"{self._host}:{self._port}", str(error) or type(error).__name__, _TIMEOUT_S) from None
+            raise Unreachable(where, str(error) or type(error).__name__, _TIMEOUT_S) from None
 
     def _connect(self) -> http.client.HTTPConnection:
         if not self._secure:

@@ -7,7 +7,9 @@ import io
 import json
 import os
 import re
+import socket
 import ssl
+import struct
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -307,6 +309,33 @@ async def test_the_port_of_the_workers_is_no_dashboard(answer: bytes, capsys: py
     assert said.isascii()
     assert said.rstrip("\n").isprintable()
     assert code == (ExitCode.USAGE if answer else ExitCode.UNREACHABLE)
+
+
+@pytest.mark.parametrize(("scheme", "did"), [("http", "hung up"), ("https", "hung up"), ("https", "speak TLS")])
+@pytest.mark.parametrize("how", [(), ("--watch",)])
+async def test_a_reset_by_what_is_no_dashboard_is_no_matter_of_firewalls(
+    scheme: str, did: str, how: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the workers' port gives it, when it has not read all that it was sent."""
+
+    async def resetting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        if did == "hung up":
+            reset = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        else:
+            writer.write(b"\x00\x00\x00\x40\x93\xc4")
+        writer.close()
+
+    server = await asyncio.start_server(resetting, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        code = await run("--server", f"{scheme}://127.0.0.1:{port}", *how)
+    said = capsys.readouterr().err
+    assert code == ExitCode.UNREACHABLE
+    assert re.search(rf"what listens at 127.0.0.1:{port} .*{did}.* is no dashboard .* --run-dir DIR finds it", said)
+    assert "firewall" not in said
+    assert len(said.splitlines()) == 1
 
 
 @asynccontextmanager
