@@ -6,7 +6,8 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -130,19 +131,40 @@ def test_what_cannot_be_read_or_written_ends_nothing(tmp_path: Path) -> None:
 
 
 def test_another_codec_on_the_next_link_keeps_what_was_left_out() -> None:
-    """A coordinator was started anew with it; it knows nothing of the lease that is under way."""
+    """A coordinator was started anew with it, and knows whether the lease that is under way has counted."""
     worker = encoder(1.0)
     before = norm(worker)
     vector = ResultVector(Layout.of(nn.Linear(8, 8, bias=False)))
     vector.buckets[0].zero_()
     worker.encode(2, 0, vector)
-    worker.change(codec("topk:0.1"))
-    assert worker.awaited == (2,)  # nothing has changed
-    worker.change(codec("int4"))
-    assert (worker.codec.name, worker.awaited) == ("int4", ())
+    for name in ("topk:0.1", "int4"):
+        worker.change(codec(name))
+        assert (worker.codec.name, worker.awaited) == (name, (2,))
+    worker.settle([2], VerdictCode.STALE)
     assert norm(worker) == before > 0
     ((spec, _),) = worker.encode(3, 0, vector).buffers
     assert spec.codec == "int4"
+
+
+@pytest.mark.parametrize("code", [VerdictCode.APPLIED, VerdictCode.STALE])
+@pytest.mark.parametrize("other", ["int8", "sparseloco"])
+def test_what_was_left_out_of_a_result_that_counted_outlives_another_codec(code: VerdictCode, other: str) -> None:
+    worker, vector = encoder(1.0), ResultVector(Layout.of(nn.Linear(8, 8, bias=False)))
+    assert worker.feedback is not None
+    before = worker.feedback.residual(0)
+    assert before is not None
+    computed = torch.linspace(-1.0, 2.0, 64)
+    vector.buckets[0].copy_(computed)
+    ((spec, data),) = worker.encode(2, 0, vector).buffers
+    arrived = torch.empty(64)
+    codec(spec.codec).decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), arrived)
+    left_out, before = computed + before - arrived, before.clone()
+    worker.change(codec(other))
+    worker.settle(worker.awaited, code)
+    after = worker.feedback.residual(0)
+    assert after is not None
+    assert torch.equal(after, before) if code == VerdictCode.STALE else torch.allclose(after, left_out)
+    assert worker.feedback.decay == codec(other).residual_decay
 
 
 def test_what_an_islands_rank_left_out_is_for_a_rank_of_the_same_part(tmp_path: Path) -> None:
@@ -180,8 +202,14 @@ def welcome(run_id: str = "run", codec: str = "topk:0.1", update: str = "async")
     return structs.replace(plain, codec=codec, update=update, feedback=True)
 
 
-def uplink(data_dir: Path) -> tuple[Uplink, Callable[[Welcome], Coroutine[Any, Any, ResultEncoder]]]:
-    made = Uplink(data_dir, name="a", worker_id="new", device="cpu", clock=time.perf_counter)
+@pytest.fixture
+def pool() -> Iterator[Executor]:
+    with ThreadPoolExecutor(1) as made:
+        yield made
+
+
+def uplink(data_dir: Path, pool: Executor) -> tuple[Uplink, Callable[[Welcome], Coroutine[Any, Any, ResultEncoder]]]:
+    made = Uplink(data_dir, name="a", worker_id="new", device="cpu", pool=pool, clock=time.perf_counter)
     return made, lambda welcome: made.encoder_for(welcome, Layout.of(nn.Linear(8, 8, bias=False)))
 
 
@@ -194,7 +222,7 @@ def submit(worker: ResultEncoder, code: int) -> None:
 
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_a_link_that_is_lost_while_a_file_is_taken_up_loses_nothing(
-    leaves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    leaves: bool, tmp_path: Path, pool: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = residual_store._read
     kept = await asyncio.to_thread(leave, tmp_path, "a", "old", 1.0)
@@ -206,13 +234,13 @@ async def test_a_link_that_is_lost_while_a_file_is_taken_up_loses_nothing(
         return read(path)
 
     monkeypatch.setattr(residual_store, "_read", slowly)
-    worker, encoder_for = uplink(tmp_path)
+    worker, encoder_for = uplink(tmp_path, pool)
     preparing = asyncio.create_task(encoder_for(welcome()))
     assert await asyncio.to_thread(begun.wait, 60.0)
     preparing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await preparing
-    following = asyncio.create_task(worker.close(finished=False, kept=True) if leaves else take(encoder_for))
+    following = asyncio.create_task(leave_run(worker) if leaves else take(encoder_for))
     for _ in range(5):
         await asyncio.sleep(0)
     go_on.set()
@@ -224,14 +252,46 @@ async def test_a_link_that_is_lost_while_a_file_is_taken_up_loses_nothing(
         assert norm(worker.encoder) == kept > 0
 
 
+async def leave_run(worker: Uplink, *, abandoned: bool = False) -> None:
+    await worker.close(finished=False, kept=True, abandoned=abandoned)
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+async def test_what_a_block_is_still_encoding_is_not_kept_before_that_has_ended(
+    abandoned: bool, tmp_path: Path, pool: Executor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An island's rank whose block does not end leaves without it."""
+    worker, encoder_for = uplink(tmp_path, pool)
+    of_run = await encoder_for(welcome())
+    begun, go_on = threading.Event(), threading.Event()
+
+    def block() -> None:
+        begun.set()
+        assert go_on.wait(60.0)
+        submit(of_run, VerdictCode.APPLIED)
+
+    computing = pool.submit(block)
+    assert await asyncio.to_thread(begun.wait, 60.0)
+    leaving = asyncio.create_task(leave_run(worker, abandoned=abandoned))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert leaving.done() is abandoned
+    go_on.set()
+    await leaving
+    await asyncio.wrap_future(computing)
+    assert ("is dropped: the compute thread has not ended its block" in caplog.text) is abandoned
+    assert await asyncio.to_thread(come, tmp_path, "a", "next") == (0 if abandoned else norm(of_run))
+    assert norm(of_run) > 0
+
+
 async def take(encoder_for: Callable[[Welcome], Coroutine[Any, Any, ResultEncoder]]) -> None:
     submit(await encoder_for(welcome()), VerdictCode.STALE)
 
 
 async def test_another_run_at_the_same_address_leaves_what_was_left_out_of_the_first(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, pool: Executor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, encoder_for = uplink(tmp_path)
+    _, encoder_for = uplink(tmp_path, pool)
     submit(await encoder_for(welcome()), VerdictCode.APPLIED)
     other = await encoder_for(welcome("other"))
     assert norm(other) == 0
@@ -242,8 +302,10 @@ async def test_another_run_at_the_same_address_leaves_what_was_left_out_of_the_f
     assert await asyncio.to_thread(come, tmp_path, "a", "next") == norm(encoder(1.0))
 
 
-async def test_what_an_exact_codec_does_not_add_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _, encoder_for = uplink(tmp_path)
+async def test_what_an_exact_codec_does_not_add_is_told(
+    tmp_path: Path, pool: Executor, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, encoder_for = uplink(tmp_path, pool)
     submit(await encoder_for(welcome()), VerdictCode.APPLIED)
     assert (await encoder_for(welcome(codec="lz4"))).feedback is None
     assert "what the codec left out is dropped" in caplog.text

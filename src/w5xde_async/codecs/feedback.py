@@ -70,6 +70,10 @@ class Feedback:
         self._weights: dict[int, float] = {}  # of each of them
         self._pending: dict[Hashable, dict[int, _Pending]] = {}
 
+    def change(self, codec: Codec) -> None:
+        """Encode by this codec from now on, with its own decay. Residuals and what is pending stay as they are."""
+        self.codec, self.decay = codec, codec.residual_decay
+
     @property
     def num_pending(self) -> int:
         """Submissions without a verdict."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -47,6 +49,8 @@ from w5xde_async.worker.uplink.uplink import Uplink
 
 logger = logging.getLogger(__name__)
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _ISLAND_PATIENCE_S = 1.0  # with a block under way when a link has ended: another rank may be gone
 
 
@@ -114,7 +118,7 @@ class Worker:
         self._own: OwnData | None = None
         self._uplink = Uplink(
             self.config.data_dir, name=self.name, worker_id=self.worker_id, device=self._device.type,
-            clock=self._runtime.clock,
+            pool=self._compute, clock=self._runtime.clock,
         )  # fmt: skip
         self._held: tuple[str, int, bytes, int] | None = None  # run, term, model and version whose parameters we have
         self._unsent: list[Unsent] = []  # what had not left when the last link ended
@@ -208,7 +212,7 @@ class Worker:
         try:
             release_helpers()  # what loaded the job may have computed
             # First: the sandbox's process gets them too.
-            self._threads = await loop.run_in_executor(self._compute, self._begin_thread)
+            self._threads = await self._on_thread(self._begin_thread)
             await self._engines.start()
             if self.config.local_data:
                 self._own = await loop.run_in_executor(None, self._open_own_data)
@@ -227,7 +231,9 @@ class Worker:
             if lifetime is not None:
                 lifetime.cancel()
             try:
-                await self._uplink.close(finished=departure is Departure.FINISHED, kept=departure is not None)
+                await self._uplink.close(
+                    finished=departure is Departure.FINISHED, kept=departure is not None, abandoned=self.abandoned
+                )
                 if self.abandoned:
                     self._compute.shutdown(wait=False)
                 else:
@@ -419,7 +425,7 @@ class Worker:
         unsent = tuple(one.lease.lease for one in self._unsent)
         if held:  # it may have come when nothing was loaded any more
             everything = range(len(joined.layout.buckets))
-            await asyncio.get_running_loop().run_in_executor(self._compute, engine.load, everything)
+            await self._on_thread(engine.load, everything)
         awaited: tuple[int, ...] = ()
         executor: LeaseExecutor
         if is_plain(welcome):
@@ -428,9 +434,9 @@ class Worker:
             encoder = await self._uplink.encoder_for(welcome, joined.layout)
             # What left on the link before may have counted since: until the verdict is here nothing is known of it.
             awaited = encoder.awaited
-            executor = CodedExecutor(
-                engine, welcome, joined.inner, encoder, capacity_bytes=limit, held=bool(held)
-            )  # fmt: skip
+            executor = await self._on_thread(
+                CodedExecutor, engine, welcome, joined.inner, encoder, capacity_bytes=limit, held=bool(held)
+            )
         device = str(self._device)
         return executor, Ready(
             engine.layout.fingerprint,
@@ -456,9 +462,7 @@ class Worker:
             return ()
         self._shared = True  # or will be: who is cancelled here does not stop the thread
         try:
-            self._segment = await asyncio.get_running_loop().run_in_executor(
-                self._compute, share, engine, welcome, joined.layout, joined.nonce
-            )
+            self._segment = await self._on_thread(share, engine, welcome, joined.layout, joined.nonce)
         except Unshared as error:
             self._shared = False
             if link == "shm":
@@ -479,7 +483,7 @@ class Worker:
         shared, self._shared = self._shared, False
         engine = self._engines.engine
         if shared and engine is not None:  # after ``share``, which may be under way there still
-            await asyncio.get_running_loop().run_in_executor(self._compute, unshare, engine)
+            await self._on_thread(unshare, engine)
 
     async def _prepare_rank(
         self, rank: Rank, joined: Joined, receive: Receive, outbox: Outbox
@@ -489,15 +493,17 @@ class Worker:
             raise UsageError("--link shm: the ranks of an island share no memory with the coordinator")
         engine = await self._engines.island_for(rank, welcome, joined.layout, receive, outbox)
         _fit(engine.numerics, welcome)
-        threads = await asyncio.get_running_loop().run_in_executor(self._compute, torch.get_num_threads)
+        threads = await self._on_thread(torch.get_num_threads)
         own: LeaseExecutor
         limit = self.config.batch_bytes
         if is_plain(welcome):
             own = PiecesExecutor(engine, capacity_bytes=limit)
         else:
             encoder = await self._uplink.encoder_for(welcome, joined.layout, engine.shard)
-            sharded = ShardEngine(engine, partial(sum_across, rank.lockstep), clock=self._runtime.clock)
-            own = CodedExecutor(sharded, welcome, joined.inner, encoder, capacity_bytes=limit)
+            sharded = await self._on_thread(
+                ShardEngine, engine, partial(sum_across, rank.lockstep), clock=self._runtime.clock
+            )
+            own = await self._on_thread(CodedExecutor, sharded, welcome, joined.inner, encoder, capacity_bytes=limit)
         executor = IslandExecutor(own, rank)
         return executor, Ready(
             engine.layout.fingerprint, str(self._device), device_name(self._device), threads, torch.__version__,
@@ -505,6 +511,10 @@ class Worker:
             together=engine.together, numerics=engine.numerics,
             code=b"" if self._job is None or rank.traced else self._job.source,
         )  # fmt: skip
+
+    async def _on_thread(self, call: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> _T:
+        """On the compute thread, to which model and codecs belong: what takes its time there holds up no heartbeat."""
+        return await asyncio.get_running_loop().run_in_executor(self._compute, partial(call, *arguments, **options))
 
     def _wants_sandbox(self) -> bool:
         """Raises UsageError where a sandbox is wanted and there is none."""

@@ -95,18 +95,17 @@ class ResultEncoder:
     def change(self, codec: Codec) -> None:
         """Encode by this codec on the next link; what was left out is added as ever, or dropped where it is exact.
 
-        Only a coordinator that was started anew has another codec. It knows of no awaited verdict.
+        Only a coordinator that was started anew has another codec. What awaits its verdict may have counted before.
         """
         if codec.name == self.codec.name:
             return
-        self.cut()
-        kept = {} if self.feedback is None else self.feedback.state_dict()
         if codec.exact:
             self.drop()
         self.codec = codec
-        self.feedback = self._new_feedback()
-        if self.feedback is not None:
-            self.feedback.load_state_dict(kept)
+        if codec.exact or self.feedback is None:
+            self.feedback = self._new_feedback()
+        else:
+            self.feedback.change(codec)
 
     def begin(self) -> None:
         """A lease's results are about to be encoded."""

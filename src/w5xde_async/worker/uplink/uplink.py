@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 
@@ -14,29 +16,32 @@ from w5xde_async.wire.messages import Welcome
 from w5xde_async.worker.uplink.residual_store import forget, keep, take_up
 from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 
+logger = logging.getLogger(__name__)
+
 
 class Uplink:
-    """Belongs to the event loop; what reads and writes files goes to threads, one such thing after the other. It is
-    done to its end where its caller is cancelled, as with a link that is lost meanwhile."""
+    """Belongs to the event loop; an encoder, and what is done with its files, belongs to the compute thread: all of it
+    comes in its order there, and after what was being encoded. It is done to its end where its caller is cancelled, as
+    with a link that is lost meanwhile."""
 
     def __init__(
-        self, data_dir: Path | None, *, name: str, worker_id: str, device: str, clock: Callable[[], float]
-    ) -> None:
+        self, data_dir: Path | None, *, name: str, worker_id: str, device: str, pool: Executor,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
         """``data_dir``: where residuals are kept between processes. ``device``: the type of what the worker computes
-        with."""
+        with. ``pool``: the compute thread."""
+        self._pool = pool
         self._data_dir, self._name, self._worker_id, self._clock = data_dir, name, worker_id, clock
         self._device = device
         self._key: tuple[object, ...] = ()
         self._run_id = ""
-        self._under_way: asyncio.Future[None] | None = None
         self.encoder: ResultEncoder | None = None  #: of the run served last; None where that takes results as they are
 
     async def encoder_for(self, welcome: Welcome, layout: Layout, shard: Shard | None = None) -> ResultEncoder:
         """The encoder of this run: kept over its links, with what it has left out. ``shard``: of an island's rank."""
-        await self._idle()
         key = (welcome.run_id, welcome.update, welcome.feedback, layout.fingerprint)
         if self.encoder is not None and self._key == key:
-            self.encoder.change(codec(welcome.codec))
+            await self._do(partial(self.encoder.change, codec(welcome.codec)), self._pool)
             return self.encoder
         if self.encoder is not None:  # what follows takes up what was kept of its own run
             before, self.encoder = self.encoder, None
@@ -48,31 +53,26 @@ class Uplink:
         take = partial(
             take_up, encoder, self._data_dir, run_id=welcome.run_id, name=self._name, worker_id=self._worker_id
         )
-        await self._do(take)
+        await self._do(take, self._pool)
         return encoder
 
-    async def close(self, *, finished: bool, kept: bool) -> None:
+    async def close(self, *, finished: bool, kept: bool, abandoned: bool) -> None:
         """The worker leaves. ``finished``: the run needs no residuals any more. ``kept``: another worker of the run
-        may have them."""
-        await self._idle()
+        may have them. ``abandoned``: the compute thread may never end what it is at."""
         if self.encoder is None:
             return
         if finished:
             self.encoder = None
-            await self._do(partial(forget, self._data_dir, self._run_id))
+            await self._do(partial(forget, self._data_dir, self._run_id), None if abandoned else self._pool)
+        elif abandoned:
+            if self.encoder.feedback is not None:
+                logger.warning("what the codec left out is dropped: the compute thread has not ended its block")
         else:
             await self._keep(self.encoder, self._data_dir if kept else None)
 
     async def _keep(self, encoder: ResultEncoder, data_dir: Path | None) -> None:
-        await self._do(
-            partial(keep, encoder, data_dir, run_id=self._run_id, name=self._name, worker_id=self._worker_id)
-        )
+        call = partial(keep, encoder, data_dir, run_id=self._run_id, name=self._name, worker_id=self._worker_id)
+        await self._do(call, self._pool)
 
-    async def _do(self, call: Callable[[], None]) -> None:
-        self._under_way = asyncio.get_running_loop().run_in_executor(None, call)
-        await asyncio.shield(self._under_way)
-
-    async def _idle(self) -> None:
-        """Wait for what was left under way."""
-        if self._under_way is not None:
-            await asyncio.wait([self._under_way])
+    async def _do(self, call: Callable[[], None], pool: Executor | None) -> None:
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(pool, call))
