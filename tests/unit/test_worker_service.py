@@ -1,4 +1,4 @@
-"""How a worker makes ready for a run: what is done where."""
+"""How a worker makes ready for a run: what is done where, and what it gives back where its link breaks meanwhile."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 from msgspec import structs
 from tests.support.jobs import mlp_sgd
 
+from w5xde_async.errors import LinkLost
 from w5xde_async.wire.messages import Welcome
 from w5xde_async.worker import service
+from w5xde_async.worker.executors.executor import Unsent
 from w5xde_async.worker.service import Worker
 from w5xde_async.worker.uplink import uplink
 
@@ -23,6 +25,27 @@ def joined(**options: Any) -> Any:
     welcome = Welcome("run", "run", 2, 0, "fp32", 2, 1, 64 << 10, b"m", 1.0, 12.0)
     layout = SimpleNamespace(fingerprint=b"m", buckets=())
     return SimpleNamespace(welcome=structs.replace(welcome, **options), layout=layout, link=None, inner=b"", nonce=b"")
+
+
+@pytest.mark.parametrize("update", ["sync", "async"])
+async def test_what_was_left_unsent_of_another_term_is_free_though_the_link_breaks(
+    update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[Any] = []
+
+    async def breaks(*_: object, **__: object) -> None:
+        raise LinkLost("coordinator", "closed by peer")
+
+    worker = Worker("127.0.0.1:1", job=mlp_sgd())
+    engine = SimpleNamespace(release=released.append)
+    monkeypatch.setattr(worker, "_engines", SimpleNamespace(engine=engine, engine_for=breaks, sandboxed=False))
+    worker._unsent = [Unsent(NOBODY, (), NOBODY, (vector,)) for vector in ("one", "two")]  # type: ignore[arg-type]
+    worker._unsent_of = ("run", 2 if update == "async" else 1, b"m")
+    with pytest.raises(LinkLost):
+        await worker._prepare(joined(update=update), NOBODY, NOBODY)
+    assert released == ["one", "two"]
+    assert not worker._unsent
+    await asyncio.to_thread(worker._compute.shutdown)
 
 
 @pytest.mark.parametrize("of_island", [False, True])

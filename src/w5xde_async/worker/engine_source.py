@@ -59,6 +59,8 @@ class EngineSource:
         self._sandbox: Sandbox | None = None  # started ahead, for the next engine
         self._engine: Computing | None = None
         self._engine_key: tuple[object, ...] = ()
+        #: Run, term, model and version whose parameters the engine has; None where it may have others.
+        self.held: tuple[str, int, bytes, int] | None = None
         self._island: IslandEngine | None = None
         self._program: Program | None = None
         self._document: Document | None = None  # a program for the sandbox
@@ -208,6 +210,7 @@ class EngineSource:
 
     def _rebuild(self, before: Computing | None, spec: LeafSpec, welcome: Welcome, layout: Layout) -> Computing:
         """An engine in place of ``before``, whose parameters it goes on with where the model is the same."""
+        held, self.held = self.held, None
         state: FlatState | None = None
         if before is not None:
             if before.layout.fingerprint == layout.fingerprint:
@@ -218,6 +221,7 @@ class EngineSource:
         if state is not None and engine.layout.fingerprint == layout.fingerprint:
             engine.incoming.copy_groups(state)
             engine.load(range(len(layout.buckets)))
+            self.held = held
         return engine
 
     def _build(self, spec: LeafSpec, welcome: Welcome, layout: Layout) -> Computing:

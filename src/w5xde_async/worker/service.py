@@ -120,7 +120,6 @@ class Worker:
             self.config.data_dir, name=self.name, worker_id=self.worker_id, device=self._device.type,
             pool=self._compute, clock=self._runtime.clock,
         )  # fmt: skip
-        self._held: tuple[str, int, bytes, int] | None = None  # run, term, model and version whose parameters we have
         self._unsent: list[Unsent] = []  # what had not left when the last link ended
         self._unsent_of: tuple[str, int, bytes] | None = None  # of which run, term and model
         self._segment: Segment | None = None  # of the results of this link
@@ -387,7 +386,7 @@ class Worker:
             applied = leases is not None and leases.num_applied > 0
             self._dialer.link_ended(failed=failed, applied=applied, heard=connection.heard)
             if leases is not None and self._rank is None and is_plain(welcome) and leases.whole_version >= 0:
-                self._held = (*_model(welcome), leases.whole_version)
+                self._engines.held = (*_model(welcome), leases.whole_version)
             if leases is not None:
                 self._unsent, self._unsent_of = connection.unsent, _model(welcome)
                 self.leases_done += leases.num_done
@@ -403,24 +402,17 @@ class Worker:
         if self._rank is not None:
             return await self._prepare_rank(self._rank, joined, receive, outbox)
         _fit(EXACT, welcome)
-        useless: list[Unsent] = []
         if self._unsent_of != _model(welcome) or not is_plain(welcome):
-            useless, self._unsent[:] = self._unsent[:], []
-        before_it = self._engines.engine
-        threads = await asyncio.get_running_loop().run_in_executor(
-            self._compute, _compute_with, self._threads_for(welcome)
-        )  # fmt: skip
+            self._forget_unsent()
+        threads = await self._on_thread(_compute_with, self._threads_for(welcome))
         engine = await self._engines.engine_for(welcome, joined.layout, receive, outbox, threads=threads)
         memory = await self._share(engine, joined)
-        for one in useless if engine is before_it else ():
-            for vector in one.vectors:
-                engine.release(vector)
         if self.config.inline_block_s and threads == 1 and not self._engines.sandboxed:
             # The count belongs to the thread, and another count gives other bits: blocks that are computed on the
             # loop must have the compute thread's.
             _compute_with(threads)
         limit = self.config.batch_bytes
-        before, self._held = self._held, None  # from here on the engine's parameters may change
+        before, self._engines.held = self._engines.held, None  # from here on the engine's parameters may change
         held = (before[-1],) if not memory and before is not None and before[:-1] == _model(welcome) else ()
         unsent = tuple(one.lease.lease for one in self._unsent)
         if held:  # it may have come when nothing was loaded any more
@@ -452,6 +444,14 @@ class Worker:
             code=b"" if self._job is None else self._job.source,
         )
 
+    def _forget_unsent(self) -> None:
+        """Nobody asks for it any more: its memory is free for the engine that there is, until there is another."""
+        useless, self._unsent[:] = self._unsent[:], []
+        engine = self._engines.engine
+        if engine is not None:
+            for vector in (vector for one in useless for vector in one.vectors):
+                engine.release(vector)
+
     async def _share(self, engine: Computing, joined: Joined) -> tuple[int, ...]:
         """Have memory together with the coordinator: the segment of this worker's results, () where that cannot be.
 
@@ -470,7 +470,7 @@ class Worker:
             logger.info("link=tcp reason=%s", error.reason)
             return ()
         except BaseException:
-            self._held = None  # the engine will hold zeros
+            self._engines.held = None  # it will be zeros
             raise
         failpoint("shared.offer.after")
         return self._segment.told
