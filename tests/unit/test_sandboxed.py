@@ -70,27 +70,30 @@ class Here(Sandbox):
 
 
 @contextmanager
-def sandboxed(*, copies: bool, slots: int = 0) -> Iterator[tuple[Sandboxed, Task]]:
+def sandboxed(
+    *, copies: bool, slots: int = 0, leaves: int = 1, accumulated: int = 1
+) -> Iterator[tuple[Sandboxed, Task]]:
     """``slots``: on a machine that has memory for no more results; 0: on any."""
     job = programs.TRACEABLE["mlp"]()
     model = build_model(job)
     layout = Layout.of(model, bucket_bytes=1 << 12)
     (batch,) = probe_batches(job, [job.microbatch_samples])
+    samples = accumulated * job.microbatch_samples
     document = trace(job, model, layout, [batch])
     memory_bytes = layout.state_bytes + layout.vector_bytes + slots * slot_bytes(layout) if slots else 1 << 30
     made = Sandboxed(
-        Here(), document, layout, LeafSpec(1, "fp32", job.microbatch_samples, 1), batch_bytes=1 << 20,
+        Here(), document, layout, LeafSpec(1, "fp32", job.microbatch_samples, accumulated), batch_bytes=1 << 20,
         memory_bytes=memory_bytes, copies=copies,
     )  # fmt: skip
     structure, tensors = flatten(batch)
     task = Task(
         step=0,
         start=0,
-        samples=(job.microbatch_samples,),
+        samples=(samples,) * leaves,
         loss_scale=1.0,
         structure=structure,
-        packed=False,
-        tensors=tensors,
+        packed=True,
+        tensors=[torch.cat([tensor] * leaves * accumulated) for tensor in tensors],
     )
     try:
         yield made, task
@@ -107,6 +110,17 @@ def test_what_the_child_may_fill_is_bounded_by_the_machines_memory(size: int, me
     assert needed <= memory_bytes or num_slots(layout, memory_bytes) == _LEAST_SLOTS
     assert nbytes <= max(memory_bytes // 4, _PLENTY * slot_bytes(layout))
     assert num_slots(layout, memory_bytes) == NUM_SLOTS or memory_bytes < 1 << 36
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_block_of_many_leaves_has_a_vector_for_each_level_where_there_is_room_for_few(
+    accumulated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("w5xde_async.compute.program.sandbox.num_slots", lambda layout, memory_bytes: _LEAST_SLOTS)
+    with sandboxed(copies=False, leaves=40, accumulated=accumulated) as (made, task):
+        outcome = made.compute(task, lambda bucket, vector: None)
+        assert (len(outcome.losses), outcome.splits) == (40, 0)
+        assert made._in_flight == 1
 
 
 @pytest.mark.slow

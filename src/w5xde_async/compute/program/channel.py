@@ -244,11 +244,17 @@ def send_regions(control: socket.socket, regions: Sequence[Region]) -> None:
 
 
 def num_slots(layout: Layout, memory_bytes: int) -> int:
-    """How many a machine with ``memory_bytes`` has: what the child fills the worker has too, and does not lose with it.
-    All that is left beside the state for a few, and a quarter of it for more."""
+    """How many a machine with ``memory_bytes`` has room for: what the child fills the worker has too, and does not lose
+    with it. All that is left beside the state for a few, and a quarter of it for more."""
     left = memory_bytes - layout.state_bytes - layout.vector_bytes
     size = slot_bytes(layout)
     return max(_LEAST_SLOTS, min(NUM_SLOTS, max(left // 4, min(left, _PLENTY * size)) // size))
+
+
+def results_bytes(layout: Layout, count: int) -> int:
+    """Of the region in which ``count`` of them have room. It has more where these are too few for a block of very many
+    leaves, which takes memory for them when it needs them."""
+    return max(count, _PLENTY) * slot_bytes(layout)
 
 
 class SlotPool(VectorPool):

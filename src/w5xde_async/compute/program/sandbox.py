@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from w5xde_async.compute.block import ComputedBlock, Emit, LeafSpec, Task
 from w5xde_async.compute.engine import Engine, LeafError
 from w5xde_async.compute.program import channel, sealing
-from w5xde_async.compute.program.channel import SlotPool, num_slots, put
+from w5xde_async.compute.program.channel import SlotPool, num_slots, put, results_bytes
 from w5xde_async.compute.program.form import Document
 from w5xde_async.compute.program.program_job import skeleton
 from w5xde_async.errors import LocalError, ProgramKilled, ProgramRefused
@@ -206,8 +206,8 @@ class Sandboxed:
     ) -> None:
         """Raises ProgramRefused (ProgramKilled among them), LocalError. Blocks for as long as the check takes."""
         self.layout, self.device, self.clock = layout, torch.device("cpu"), clock
-        slots_bytes = num_slots(layout, memory_bytes) * slot_bytes(layout)
-        needed = layout.state_bytes + layout.vector_bytes + slots_bytes
+        room = num_slots(layout, memory_bytes)
+        needed = layout.state_bytes + layout.vector_bytes + room * slot_bytes(layout)
         if needed > memory_bytes:
             raise ProgramRefused(f"the model needs {needed} bytes, this machine has {memory_bytes}")
         self._sandbox = sandbox
@@ -219,7 +219,7 @@ class Sandboxed:
         regions = [
             Region("program", constants_at + constant_bytes),
             Region("state", FlatState.nbytes(layout)),
-            Region("results", slots_bytes),
+            Region("results", results_bytes(layout, room)),
             Region("batches", aligned(batch_bytes, ALIGN_BYTES) + (1 << 20)),
         ]
         program, state, slots, self._batches = (region.memory for region in regions)
@@ -253,7 +253,7 @@ class Sandboxed:
         self.incoming.adopt(self.model, buffers=False)
         self.tensors: list[Tensor] = list(state_of(self.model, layout))
         self._slots = SlotPool(layout, slots)
-        self._in_flight = max(1, len(self._slots.vectors) // 4)  # the others are a block's under way
+        self._in_flight = max(1, room // 4)  # the others are a block's under way
         self._copies = VectorPool(layout)
         self._copied = copies
         self._theirs: FlatState | None = None  # the coordinator's parameters, where they are shared
