@@ -26,7 +26,7 @@ HEAD = """\
 Each program's settings are one table. A setting is given as an argument, as an environment variable or in the TOML file
 of `--config`; arguments win over the environment, the environment over TOML, that over the default. Empty variables
 count as not set. Underscores in flags are accepted. Times: `90`, `90s`, `5m`, `1h30m`. Sizes: `512KiB`, `4MiB`, `1GB`.
-`--print-config` prints what results, in the form that `--config` reads. What a coordinator or
+Paths may begin with `~`. `--print-config` prints what results, in the form that `--config` reads. What a coordinator or
 worker in another program can use of them stands in fields of `CoordinatorConfig` and `WorkerConfig` ([api.md](api.md);
 [embedding.md](embedding.md) says which are named otherwise), which read no environment.
 

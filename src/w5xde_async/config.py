@@ -237,7 +237,7 @@ def _yes_or_no(text: str) -> bool:
 def _path(text: str) -> Path:
     if not text:  # "$DIR" that is not set: Path("") would be the working directory
         raise ValueError("an empty text")
-    return Path(text)
+    return Path(os.path.expanduser(text))  # in --flag=~/file, variables and TOML no shell has done it
 
 
 def _folder(text: str) -> Path:

@@ -98,7 +98,10 @@ def parser(prog: str) -> Parser:
     where.add_argument(
         "--server", metavar="ADDRESS", help="the dashboard, HOST:PORT; where it needs a token, set W5XDE_DASHBOARD_LINK"
     )
-    where.add_argument("--run-dir", metavar="DIR", type=Path, help="directory of the run; default: the newest in runs/")
+    where.add_argument(
+        "--run-dir", metavar="DIR", type=lambda text: Path(os.path.expanduser(text)),
+        help="directory of the run; default: the newest in runs/",
+    )  # fmt: skip
     parser.add_argument("--watch", action="store_true", help="show it again and again, until the run ends")
     parser.add_argument("--interval", metavar="TIME", default="2s", help="how often, with --watch [2s]")
     parser.add_argument("--json", action="store_true", help="print what the dashboard answers, as JSON")

@@ -236,6 +236,21 @@ def test_no_path_is_empty(program: type[Program], tmp_path: Path) -> None:
                 read(program, ("--config", str(file)), prog="p", environment={})
 
 
+@pytest.mark.parametrize("program", [CoordinatorSettings, WorkerSettings])
+def test_every_path_may_begin_with_the_home_directory(program: type[Program], tmp_path: Path) -> None:
+    """No shell expands ``--run-dir=~/run``, or what stands in a file. Nobody's home is a name."""
+    (tmp_path / "w5xde.toml").write_text("")
+    paths = {one for one in declared(program).values() if one.setting.kind.read in (PATH.read, FOLDER.read)}
+    needed = ("train.py:job",) if program is CoordinatorSettings else ("--server", "here:1")
+    for one in paths:
+        words = () if one.name == "join_file" and program is WorkerSettings else needed
+        name = "w5xde.toml" if one.name == "config" else "new"
+        told, _ = read(program, (*words, f"{one.option}=~/{name}"), prog="p", environment={})
+        assert told.values[one.name] == tmp_path / name
+    told, _ = read(program, (*needed, "--token-file=~nobody-has-it/x"), prog="p", environment={})
+    assert told.values["token_file"] == Path("~nobody-has-it/x")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

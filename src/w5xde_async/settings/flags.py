@@ -211,7 +211,7 @@ def read(
     known = declared(program)
     said = {name: environment[one.variable] for name, one in known.items() if environment.get(one.variable)}
     path = given.get("config") or said.get("config")
-    table = _table(program, Path(path)) if path else {}
+    table = _table(program, PATH.read(path)) if path else {}
     others = program.alternatives
     said = {name: value for name, value in said.items() if name not in others or given.keys().isdisjoint(others)}
     above = given.keys() | said.keys()
