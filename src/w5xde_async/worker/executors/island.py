@@ -7,7 +7,8 @@ the same: results, parameters and data of each travel on its own link, so they a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Protocol
@@ -154,7 +155,7 @@ class IslandExecutor:
         self.layout, self.device, self.capacity_bytes = own.layout, own.device, own.capacity_bytes
         self.exact, self.newest_first, self.parameters = own.exact, own.newest_first, own.parameters
         self._own, self._rank = own, rank
-        self._broken = False  # the other ranks wait for this one in the middle of a block
+        self._broken = False  # the other ranks are in the middle of something, or gone
 
     @property
     def version(self) -> int:
@@ -164,27 +165,21 @@ class IslandExecutor:
         return self._own.admit(message)
 
     def load(self, version: Version) -> None:
-        self._turn(Turn.LOAD, version.number)
-        buckets = self._rank.lockstep.union(version.buckets, len(self.layout.buckets))
-        self._own.load(replace(version, buckets=tuple(buckets), updates=self._passed_on(version.updates)))
+        with self._turn(Turn.LOAD, version.number):
+            buckets = self._rank.lockstep.union(version.buckets, len(self.layout.buckets))
+            self._own.load(replace(version, buckets=tuple(buckets), updates=self._passed_on(version.updates)))
 
     def compute(self, held: HeldLease, send: Send) -> Computed:
-        self._turn(Turn.COMPUTE, held.message.lease)
-        try:
+        with self._turn(Turn.COMPUTE, held.message.lease):
             return self._own.compute(held, send)
-        except BaseException as error:
-            # To announce the end would wait for ranks that are not there, or raise something else: others are in the
-            # middle of the block, or gone. Only a leaf that all have seen fail has brought them all to its end.
-            self._broken = not isinstance(error, LeafError) or isinstance(error, LoneLeafError)
-            raise
 
     def submit(self, asked: Submit) -> Computed:
-        self._turn(Turn.SUBMIT, asked.lease)
-        return self._own.submit(asked)
+        with self._turn(Turn.SUBMIT, asked.lease):
+            return self._own.submit(asked)
 
     def settle(self, verdict: Verdict) -> None:
-        self._turn(Turn.SETTLE, 0)
-        self._own.settle(verdict)
+        with self._turn(Turn.SETTLE, 0):
+            self._own.settle(verdict)
 
     def release(self, vectors: Sequence[ResultVector]) -> None:
         self._own.release(vectors)
@@ -200,12 +195,21 @@ class IslandExecutor:
 
     def end(self) -> None:
         """The link has ended: nothing more comes."""
-        if not self._broken:
-            self._turn(Turn.END, 0)  # the others need not wait any more
+        if not self._broken and not self.follows:
+            self._rank.lockstep.announce(Turn.END, 0)  # the others need not wait any more
 
-    def _turn(self, turn: Turn, number: int) -> None:
-        if not self._rank.rank:
-            self._rank.lockstep.announce(turn, number)
+    @contextmanager
+    def _turn(self, turn: Turn, number: int) -> Iterator[None]:
+        """What all ranks do next."""
+        try:
+            if not self.follows:
+                self._rank.lockstep.announce(turn, number)
+            yield
+        except BaseException as error:
+            # To announce the end would wait for ranks that are not there, or raise something else: others are in the
+            # middle of it, or gone. Only a leaf that all have seen fail has brought them all to its end.
+            self._broken = not isinstance(error, LeafError) or isinstance(error, LoneLeafError)
+            raise
 
     def _passed_on(self, updates: Sequence[BucketUpdate]) -> tuple[BucketUpdate, ...]:
         """A version's updates with what other ranks have brought of it, cut to what this one holds.
