@@ -348,14 +348,14 @@ async def test_strangers_of_one_address_are_few_and_workers_still_get_in(tmp_pat
             except TimeoutError:
                 pass
         assert closed == 16  # 64 may wait at once
-        for _, writer in silent:
-            writer.close()
-            with suppress(ConnectionError):
-                await writer.wait_closed()
         made = asyncio.create_task(worker(coordinator.address, token="x").run())
         await commits.reach(1)
         made.cancel()
         await asyncio.gather(made, return_exceptions=True)
+        for _, writer in silent:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
 
 
 CANARY = b"canary-7f3a-"  # 12 bytes: three float32 values, all of them finite

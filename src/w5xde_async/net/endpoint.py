@@ -33,6 +33,7 @@ from w5xde_async.net.hanging import in_daemon_thread
 from w5xde_async.net.link import Link
 from w5xde_async.net.racing import NoneWorked, first_that_works
 from w5xde_async.net.sockets import SocketChannel, until_readable, until_writable
+from w5xde_async.net.strangers import Strangers
 from w5xde_async.net.stream import Channel, ended_by
 from w5xde_async.net.transport import TransportChannel
 from w5xde_async.net.tuning import tune, tune_listener
@@ -46,6 +47,7 @@ BACKLOG = 128
 EXHAUSTED_S = 0.5
 #: Connections that are turned away are said no more often than this.
 REFUSALS_SAID_S = 60.0
+_ENDING_TURNS = 16  # of the event loop, in which a link that was closed ends
 #: A coordinator with a dashboard has 22 beside its links, and needs some to save, to journal and to answer a browser.
 _OTHER_DESCRIPTORS = 40
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -228,9 +230,10 @@ async def listen(
     """Listen on every address of ``host`` ("" is all of this machine); port 0 picks a free one.
 
     ``on_link`` runs in a task of its own for each link, which is closed when it returns. Of those that have not been
-    let in (``Link.let_in``) there may be ``max_strangers``, ``max_of_address`` from one address: a new one beyond is
-    closed at once. So is any where this process may have no more descriptors: those that it needs for its files are
-    not for links. Raises PortInUse, UsageError.
+    let in (``Link.let_in``) there may be ``max_strangers``, ``max_of_address`` from one address: for a new one beyond,
+    the one of its address, or of the address that has most, that has said nothing for longest is closed. So it is
+    where this process may have no more descriptors, since those that it needs for its files are not for links; where
+    all have been let in, the new one is closed. Raises PortInUse, UsageError.
     """
     try:
         addresses = await _resolve(host or None, port, flags=socket.AI_PASSIVE)
@@ -269,15 +272,23 @@ def _most_links() -> float:
     return math.inf if limit == resource.RLIM_INFINITY else max(limit - _OTHER_DESCRIPTORS, 2)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Accepted:
     host: str
     sock: socket.socket | None = None
     link: Link | None = None  # None during the TLS handshake
+    spoke: bool = False  # its handshake has begun
+    task: asyncio.Task[None] | None = None
 
-    def is_stranger(self) -> bool:
-        """Nobody has let it in."""
-        return self.link is None or not self.link.let_in
+    @property
+    def heard(self) -> int:
+        return self.spoke if self.link is None else self.link.bytes_received
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.link.abort()
+        elif self.task is not None:
+            self.task.cancel()
 
 
 class Listener:
@@ -298,12 +309,8 @@ class Listener:
         self._socks = socks
         self._on_link = on_link
         self._tls, self._bulk = tls, bulk
-        self._max_links, self._max_strangers, self._max_of_address = max_links, max_strangers, max_of_address
-        self._links: dict[asyncio.Task[None], _Accepted] = {}
-        # Those that were strangers when somebody last looked, of all addresses and of each; nobody looks at more than a
-        # crowd.
-        self._strangers: dict[asyncio.Task[None], _Accepted] = {}
-        self._strangers_of: dict[str, dict[asyncio.Task[None], _Accepted]] = {}
+        self._max_links, self._links = max_links, dict[asyncio.Task[None], _Accepted]()
+        self._strangers = Strangers(max_strangers, max_of_address)
         self._warn_at = 0.0
         self._stopped = False
         loop = asyncio.get_running_loop()
@@ -324,10 +331,11 @@ class Listener:
         link = Link(reader, writer)
         address = writer.get_extra_info("peername")
         host = address[0] if isinstance(address, tuple) else ""
-        if self._stopped or not self._has_room(host, link.peer):
+        if self._stopped or not await self._has_room(host, link.peer):
             link.abort()
             return
-        task = self._begin(_Accepted(host, link=link), self._serve_link(link), link.peer)
+        accepted = _Accepted(host, link=link)
+        task = self._begin(accepted, self._serve_link(accepted, link), link.peer)
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError:
@@ -372,54 +380,38 @@ class Listener:
                 continue
             paused, failed = False, 0
             peer = format_address(*address[:2])
-            if self._has_room(address[0], peer):
+            if await self._has_room(address[0], peer):
                 accepted = _Accepted(address[0], sock)
                 self._begin(accepted, self._serve_socket(sock, peer, accepted), peer)
             else:
                 sock.close()
 
-    def _has_room(self, host: str, peer: str) -> bool:
-        """Whether one link more from ``host`` may be served."""
-        if len(self._strangers) >= self._max_strangers:
-            self._look_again(self._strangers)
-        if len(self._strangers_of.get(host, ())) >= self._max_of_address:
-            self._look_again(self._strangers_of[host])
-        of_address = len(self._strangers_of.get(host, ()))
-        if (
-            len(self._links) < self._max_links
-            and len(self._strangers) < self._max_strangers
-            and of_address < self._max_of_address
-        ):
-            return True
+    async def _has_room(self, host: str, peer: str) -> bool:
+        """Whether one link more from ``host`` may be served, for which strangers may have had to go."""
         now = asyncio.get_running_loop().time()
-        if now >= self._warn_at:  # a flood of them must not become one of lines
+        told = len(self._links), len(self._strangers), self._strangers.of(host)
+        if len(self._links) >= self._max_links or not self._strangers.has_room(host):
+            await asyncio.sleep(0)  # more may come than can be taken in, and the others have work to do
+        closed = len(self._links) >= self._max_links and self._strangers.close_one(now)
+        for _ in range(_ENDING_TURNS):
+            if closed and len(self._links) >= self._max_links:  # its descriptor is not free yet
+                await asyncio.sleep(0)
+        has_room = len(self._links) < self._max_links and not self._stopped
+        if has_room:
+            closed = self._strangers.make_room(host, now) or closed
+        if (closed or not has_room) and now >= self._warn_at:  # a flood of them must not become one of lines
             self._warn_at = now + REFUSALS_SAID_S
-            self._look_again(self._strangers)
-            of_address, strangers = len(self._strangers_of.get(host, ())), len(self._strangers)
-            _log.warning(
-                "accept refused peer=%s links=%d strangers=%d of_its_address=%d",
-                peer, len(self._links), strangers, of_address,
-            )  # fmt: skip
-        return False
+            what = "strangers closed for a newcomer" if has_room else "accept refused"
+            _log.warning("%s peer=%s links=%d strangers=%d of_its_address=%d", what, peer, *told)
+        return has_room
 
     def _begin(self, accepted: _Accepted, serving: Coroutine[Any, Any, None], peer: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(serving, name=f"link {peer}")
-        self._links[task] = self._strangers[task] = accepted
-        self._strangers_of.setdefault(accepted.host, {})[task] = accepted
+        loop = asyncio.get_running_loop()
+        task = accepted.task = loop.create_task(serving, name=f"link {peer}")
+        self._links[task] = accepted
+        self._strangers.add(accepted, loop.time())
         task.add_done_callback(self._ended)
         return task
-
-    def _look_again(self, known: dict[asyncio.Task[None], _Accepted]) -> None:
-        """Those of them that were let in meanwhile are taken out, once."""
-        for task, accepted in [one for one in known.items() if not one[1].is_stranger()]:
-            self._no_stranger(task, accepted.host)
-
-    def _no_stranger(self, task: asyncio.Task[None], host: str) -> None:
-        if self._strangers.pop(task, None) is not None:
-            of_address = self._strangers_of[host]
-            del of_address[task]
-            if not of_address:
-                del self._strangers_of[host]
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         accepted = self._links.pop(task)
@@ -427,19 +419,22 @@ class Listener:
             accepted.link.abort()
         elif accepted.sock is not None:
             accepted.sock.close()
-        self._no_stranger(task, accepted.host)
+        self._strangers.discard(accepted)
 
     async def _serve_socket(self, sock: socket.socket, peer: str, accepted: _Accepted) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
+                if self._tls is not None and _watches_descriptors(asyncio.get_running_loop()):
+                    await until_readable(sock)
+                    accepted.spoke = True
                 channel = await _attach(sock, peer, tls=self._tls, bulk=self._bulk, server_hostname=None)
         except (OSError, LinkLost) as error:
             _log.info("accept failed peer=%s reason=%s", peer, _why(error))
             return
-        accepted.link = Link(*channel.pair())
-        await self._serve_link(accepted.link)
+        await self._serve_link(accepted, Link(*channel.pair()))
 
-    async def _serve_link(self, link: Link) -> None:
+    async def _serve_link(self, accepted: _Accepted, link: Link) -> None:
+        accepted.link, link.on_let_in = link, partial(self._strangers.discard, accepted)
         try:
             await self._on_link(link)
         except W5xdeError as error:

@@ -46,18 +46,20 @@ class Link:
     """One peer, whole frames, in order: over any pair of a reader and a writer, which it owns from now on.
 
     caps         what the next header may hold; starts at HANDSHAKE_CAPS
-    let_in       whether it is known to be no stranger's: of those there are few at once (net.endpoint)
+    let_in       whether it is known to be no stranger's: of those there are few at once (net.strangers)
+    on_let_in    called once it is
     certificate  the peer's (DER) under TLS, else empty: what the proof of the handshake is bound to
     encrypted    whether TLS protects the connection, whosever certificate it is
     """
 
     __slots__ = (
-        "_filling", "_reader", "_receiving", "_refused", "_sending", "_views", "_writer", "caps", "certificate",
-        "encrypted", "let_in",
+        "_filling", "_let_in", "_reader", "_receiving", "_refused", "_sending", "_views", "_writer", "caps",
+        "certificate", "encrypted", "on_let_in",
     )  # fmt: skip
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.caps, self.let_in = HANDSHAKE_CAPS, False
+        self.caps, self._let_in = HANDSHAKE_CAPS, False
+        self.on_let_in: Callable[[], None] | None = None
         self._reader, self._writer = our_pair(reader, writer)
         tls = writer.get_extra_info("ssl_object")
         self.encrypted = tls is not None
@@ -74,6 +76,16 @@ class Link:
     def peer(self) -> str:
         """The other end, for people."""
         return self._writer.peer
+
+    @property
+    def let_in(self) -> bool:
+        return self._let_in
+
+    @let_in.setter
+    def let_in(self, value: bool) -> None:
+        self._let_in = value
+        if value and self.on_let_in is not None:
+            self.on_let_in()
 
     @property
     def same_host(self) -> bool:
