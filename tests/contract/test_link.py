@@ -416,6 +416,28 @@ async def test_the_peer_hears_of_an_end_though_another_process_has_the_descripto
         os.close(held)
 
 
+async def test_the_end_of_a_link_in_a_tunnel_is_not_the_tunnels():
+    class Stream(asyncio.Transport):
+        """One of several over one socket, of which it tells."""
+
+        aborted = False
+
+        def abort(self) -> None:
+            self.aborted = True
+
+        def is_closing(self) -> bool:
+            return self.aborted
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        tunnel, loop = Stream({"socket": ours}), asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        writer = asyncio.StreamWriter(tunnel, asyncio.StreamReaderProtocol(reader), reader, loop)
+        Link(reader, writer).abort()
+        assert tunnel.aborted
+        ours.send(b"of another stream")
+
+
 async def test_own_close_says_so(pair: Pair):
     receiving = asyncio.create_task(pair.near.recv())
     await asyncio.sleep(0)

@@ -29,6 +29,8 @@ from w5xde_async.net.stream import (
 from w5xde_async.wire.frame import Buffer
 
 PIECE_BYTES = 64 * 1024
+#: Whose transports have a socket of their own. Of a tunnel's, it may be that of other connections too.
+_OWN_SOCKET = ("asyncio", "uvloop")
 BUFFERED_BYTES = 512 * 1024  #: that a pair holds at most, in and out (above)
 
 
@@ -146,7 +148,8 @@ class StockChannel(Channel):
     def abort(self, reason: str = CLOSED_HERE) -> None:
         self.lost = self.lost or reason
         self._chunks.clear()
-        if not self._writer.is_closing():
-            self._shut_down()
         with suppress(AttributeError):  # of asyncio's, where it has closed itself with the last of what it had to send
-            self._writer.transport.abort()
+            transport = self._writer.transport
+            if type(transport).__module__.partition(".")[0] in _OWN_SOCKET and not transport.is_closing():
+                self._shut_down()
+            transport.abort()
