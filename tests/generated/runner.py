@@ -540,9 +540,9 @@ def run(scenario: Scenario, *, verbose: bool = False) -> Report:
     one.loop.limit_s = one.bound_s() + _HARD_S
     patched = pytest.MonkeyPatch()
 
-    async def close(uplink: Uplink, *, finished: bool, kept: bool) -> None:
+    async def close(uplink: Uplink, *, finished: bool, kept: bool, abandoned: bool) -> None:
         await asyncio.get_running_loop().run_in_executor(None, one.leaves, uplink, finished)
-        await _CLOSE(uplink, finished=finished, kept=kept)
+        await _CLOSE(uplink, finished=finished, kept=kept, abandoned=abandoned)
 
     patched.setattr(Uplink, "close", close)
     for owner, name, value in AS_IF_BIG if scenario.as_if_big else ():

@@ -38,7 +38,7 @@ def main() -> int:
     if given.planted:
         return run_planted(given.most, given.jobs, given.write)
     if given.rules:
-        return campaign(given.seeds, given.jobs, storms=True)
+        return campaign(given.seeds, given.jobs, draw="storm")
     if given.seed is not None:
         outcome = one(given.seed, mode_of(given.seed, given.mode), given.bug, kind=given.kind, verbose=given.verbose)
         for line in outcome.trace:

@@ -155,7 +155,7 @@ class IntegerEngine:
         host = HOST.get()
         assert host is not None
         self._host, self._loop = host, host.loop
-        self.device, self.child = torch.device("cpu"), 0
+        self.device, self.child, self.has_room = torch.device("cpu"), 0, True
         self.layout = Layout.of(job.model(), bucket_bytes=bucket_bytes)
         self.incoming = FlatState(self.layout)
         self._live = FlatState(self.layout)
