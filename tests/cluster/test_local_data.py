@@ -19,7 +19,16 @@ from torch.utils.data import Dataset, TensorDataset
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job
-from w5xde_async.telemetry.events import Bus, Event, RunFinished, RunReported, SampleLeftOut, Warned, WorkerReported
+from w5xde_async.telemetry.events import (
+    Bus,
+    Event,
+    RunFinished,
+    RunReported,
+    SampleLeftOut,
+    Warned,
+    WorkerLeft,
+    WorkerReported,
+)
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Departure, Worker
 
@@ -182,6 +191,24 @@ async def test_what_its_copy_lacks_a_worker_is_sent(rule: str) -> None:
     told = [event.text for event in events if isinstance(event, Warned) and "its own data" in event.text]
     assert len(told) == 1
     assert "FileNotFoundError: no sample" in told[0]
+
+
+async def test_what_it_lacks_is_sent_in_as_many_leases_as_it_takes() -> None:
+    """All at once has more text than a message may: nobody knew that before the coordinator has read it too."""
+
+    class Told(Rows):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            long = "x" * 100_000 * (index >= SAMPLES - 16)  # the last step of each epoch
+            return super().__getitem__(index) | {"text": long}
+
+    copy = Told(lacks=range(SAMPLES - 16, SAMPLES))
+    copy.lacks -= await asyncio.to_thread(_looked_at)
+    sent, _, _ = await run(job(shuffle=False), [(QUICK_WORKER, job())])
+    result, events, _ = await run(job(Told(), shuffle=False), [reads_own(copy)])
+    assert (result.outcome, result.digest) == ("finished", sent.digest)
+    assert any("FileNotFoundError: no sample" in event.text for event in events if isinstance(event, Warned))
+    (left,) = [event for event in events if isinstance(event, WorkerLeft)]
+    assert left.clean
 
 
 def _looked_at() -> set[int]:

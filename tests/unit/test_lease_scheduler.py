@@ -296,11 +296,11 @@ class Desk:
     """The scheduler by itself: two steps of ``leaves`` leaves, and workers of whom some are ``known``: they have
     finished a lease before."""
 
-    def __init__(self, leaves: int, known: list[str], loader: Any = None) -> None:
+    def __init__(self, leaves: int, known: list[str], loader: Any = None, **callbacks: Any) -> None:
         waits = lambda grant: grant.lease in self.scheduler.unread  # noqa: E731
         self.ledger, self.now = Ledger(allowed_s=lambda grant: 1e6, waits=waits), 0.0
         self.pacing = Pacing(PacingConfig())
-        self.scheduler = LeaseScheduler(self.ledger, self.pacing, cast(Loader, loader or InMemory()))
+        self.scheduler = LeaseScheduler(self.ledger, self.pacing, cast(Loader, loader or InMemory()), **callbacks)
         for worker in known:
             self.pacing.observe(worker, 1, 0.01, taken_s=0.01)
         for step in range(2):
@@ -414,6 +414,26 @@ def test_a_lease_that_waits_for_its_data_is_not_late_before_that_has_come() -> N
     assert [grant.worker for grant in desk.ledger.leases_on(0)] == ["able"]
     desk.lease(65.0)
     assert [grant.worker for grant in desk.ledger.leases_on(0)] == ["able", "other"]
+
+
+def test_what_its_worker_has_been_told_of_is_taken_back_too_where_its_data_is_too_large() -> None:
+    class Large(InMemory):
+        read = False
+
+        def data(self, step: int, block: Block, worker: str) -> Data:
+            return super().data(step, block, worker)._replace(local=not self.read, too_large=self.read)
+
+        def unread(self, worker: str, step: int, block: Block) -> None:
+            self.read = True
+
+    revoked: list[int] = []
+    desk = Desk(4, known=["able"], loader=Large(), revoke=lambda grant: revoked.append(grant.lease))
+    desk.scheduler.takes_work("able", True)
+    assert ("able", 0) in desk.lease()
+    (grant, *_) = desk.ledger.held("able")
+    assert list(desk.scheduler.send_data(grant, 1.0)) == []
+    assert (revoked, desk.scheduler.gave_back()) == ([grant.lease], True)
+    assert desk.ledger.get(grant.lease) is None
 
 
 @pytest.mark.parametrize("workers", [31, 32, 40])

@@ -109,6 +109,7 @@ class SyncTraining:
             granted=self._granted,
             there=self._there,
             beyond=self._beyond,
+            revoke=lambda grant: self.revoke(grant, "its data is too large for one lease"),
         )
         self.phase = Phase(context, greeting, self, version=first_step)
         self.roster, self.lifecycle, self.verdicts = self.phase.roster, self.phase.lifecycle, self.phase.verdicts
@@ -892,6 +893,7 @@ class SyncTraining:
         self.phase.note_unread(session, unread)
         for _, lease in self.scheduler.send_data(grant, self.context.clock()):
             session.post_lease(lease.message, lease.buffers)
+        self._lease_anew()
 
     def draining(self, session: Session, drain: Drain) -> None:
         member = self.roster.member(session.worker_id)

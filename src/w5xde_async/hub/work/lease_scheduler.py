@@ -67,10 +67,12 @@ class LeaseScheduler:
         granted: Callable[[BlockGrant], None] = lambda grant: None,
         there: Callable[[BlockGrant], tuple[int, ...]] = lambda grant: (),
         beyond: Callable[[BlockGrant, BlockData], bool] = lambda grant, data: False,
+        revoke: Callable[[BlockGrant], None] = lambda grant: None,
     ) -> None:  # fmt: skip
         """``at_most_half``: no lease holds leaves of both halves of its step, which are measured. ``granted`` is told
         of each lease before its data is read. ``there``: result buckets that have come of its block. ``beyond``:
-        whether its worker cannot compute it, now that its data is known; then it has gone back."""
+        whether its worker cannot compute it, now that its data is known; then it has gone back. ``revoke`` takes one
+        back of which its worker has been told."""
         self._ledger, self._pacing, self._loader = ledger, pacing, loader
         self._fresh: list[BlockGrant] = []  # granted since ``leases`` was last called
         self.unread: dict[int, BlockGrant] = {}  #: leases whose data had not been read, some that have ended among them
@@ -93,6 +95,7 @@ class LeaseScheduler:
         self._turn: tuple[str, float] | None = None  # who computes whole steps now, and until when
         self._ahead = pacing.config.leases_ahead
         self._at_most_half, self._granted, self._there, self._beyond = at_most_half, granted, there, beyond
+        self._revoke = revoke
         self._gave_back = False
         self.look_again_at = math.inf  #: when a lease of the current step will be late enough for a backup
 
@@ -209,13 +212,15 @@ class LeaseScheduler:
             if self.unread.pop(grant.lease, None) is not None:
                 self._ledger.data_came(grant.lease, now)
                 self._timed[grant.worker] = None  # from now on it may be late
-            if grant.lease in self.known:
-                self.known.discard(grant.lease)  # it is not taken back: its worker waits for it
-            elif data.too_large and self._ledger.untouched(grant.lease):
+            told = grant.lease in self.known  # and its worker waits for it
+            self.known.discard(grant.lease)
+            if data.too_large and self._ledger.untouched(grant.lease):
                 self._ledger.give_back(grant.lease)
+                if told:
+                    self._revoke(grant)
                 self._gave_back = True
                 continue
-            elif self._beyond(grant, data):
+            if not told and self._beyond(grant, data):
                 self._gave_back = True
                 continue
             message = Lease(
