@@ -39,7 +39,7 @@ from w5xde_async.errors import JobError, UsageError, need
 from w5xde_async.job import Job, load_job, made_by, step_function
 from w5xde_async.parallel.replica import replica_of_program, units_of
 from w5xde_async.parallel.shape import MODES, IslandShape
-from w5xde_async.params.layout import Entry, Layout
+from w5xde_async.params.layout import Entry, Layout, buffer_bytes
 from w5xde_async.plan.footprint import (
     SYNC,
     Activations,
@@ -178,7 +178,7 @@ class Measured(ABC):
         held = {index for number in run for index in atoms.atoms[number].entries}
         entries = [self.layout.entries[index] for index in sorted(held)]
         return Stage(
-            sum(entry.numel * entry.dtype.itemsize for entry in entries),
+            sum(entry.numel * entry.dtype.itemsize for entry in entries) + buffer_bytes(entries) + self.model.unsaved,
             sum(4 * entry.numel for entry in entries if entry.role == "grad"),
             _native(entries),
             activations,
@@ -209,7 +209,7 @@ class Survey(Measured):
         self.tensors = flatten(self._batch)[1]
         optimizer = optimizer_bytes(job, self._model)
         self.optimizer_known = optimizer is not None
-        microbatch = _bytes(self.tensors)
+        microbatch, buffers = _bytes(self.tensors), _bytes(self._model.buffers())
         self.model = Model(
             parameters=self.layout.state_bytes,
             gradients=self.layout.vector_bytes,
@@ -220,6 +220,8 @@ class Survey(Measured):
             microbatch=microbatch,
             microbatches=job.accumulate_grad_batches,
             step=-(-microbatch * job.batch_size // job.microbatch_samples),
+            buffers=buffers,
+            unsaved=buffers - self.layout.buffer_bytes,
         )
         self._atoms: Atoms | NotTraceable | None = None
 
@@ -267,7 +269,7 @@ class ProgramSurvey(Measured):
         self.model = Model(
             parameters=layout.state_bytes, gradients=layout.vector_bytes, native=_native(layout.entries),
             largest_unit=0, optimizer=0, activations=activations, microbatch=_bytes(self.tensors),
-            microbatches=spec.accumulate, step=0,
+            microbatches=spec.accumulate, step=0, buffers=layout.buffer_bytes,
         )  # fmt: skip
 
     def atoms(self) -> Atoms:

@@ -109,6 +109,35 @@ def test_both_ways_of_splitting_shrink_what_is_split() -> None:
     assert (one.activations, one.exchange) == (50, 1000 * 560 // 800)
 
 
+def test_buffers_are_whole_on_every_rank_beside_the_steps_values() -> None:
+    buffered = replace(MODEL, buffers=90, unsaved=30)
+    assert coordinator(buffered).parameters == 1000 + 30
+    split = (600, 480), Activations(10, 50)
+    ways: list[Callable[[Model], Need]] = [
+        alone, lambda model: dp(model, 4, 64)[0], lambda model: fsdp(model, 4)[0],
+        lambda model: tp(model, 2, *split)[0], lambda model: fsdp_tp(model, (4, 2), *split)[0],
+    ]  # fmt: skip
+    for way in ways:
+        assert way(buffered) == replace(way(MODEL), parameters=way(MODEL).parameters + 90)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_every_buffer_is_counted(persistent: bool) -> None:
+    def made(numel: int) -> nn.Module:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        model.register_buffer("table", torch.zeros(numel), persistent=persistent)
+        return model
+
+    before, after = (dict(Survey(_job(lambda n=n: made(n), 64)).rows([Island.parse("pp=2")])) for n in (0, 1000))
+    for name, need in after.items():
+        known = before[name]
+        assert isinstance(need, Need)
+        assert isinstance(known, Need)
+        twice = 4000 if persistent and name == "a worker alone" else 0
+        if name in ("coordinator", "a worker alone") or not persistent:
+            assert need.parameters - known.parameters == pytest.approx(4000 + twice, abs=64), name
+
+
 def test_rows_of_ranks_have_what_a_row_has_and_shards_of_the_sum() -> None:
     row = tp(MODEL, 2, (600, 480), Activations(10, 50))
     (first, *others) = replicated(MODEL, row, 3, [400, 400], 64)

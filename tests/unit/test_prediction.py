@@ -110,6 +110,50 @@ def test_codecs_and_rules_are_fewer_bytes() -> None:
     assert "in all" not in str(endless)
 
 
+@pytest.mark.parametrize("rule", ["async", "local", "async-local"])
+def test_under_other_rules_a_lease_is_a_whole_step(rule: str) -> None:
+    """However many workers there are; each has steps of its own, so each step's bytes are of one of them."""
+    one, four = (
+        predict(
+            job(microbatch_size=4), CoordinatorConfig(update=UpdateConfig(rule=rule)), workers=workers, device="cpu"
+        )
+        for workers in (1, 4)
+    )  # fmt: skip
+    assert four.worker_bytes == one.worker_bytes
+    assert four.up_bytes == pytest.approx(one.up_bytes / 4, abs=1)
+    assert four.down_bytes == pytest.approx(one.down_bytes / 4, abs=1)
+    assert four.step_s == pytest.approx(8 * four.leaf_s / 4)
+    shared = predict(job(microbatch_size=4), workers=4, device="cpu")
+    assert shared.step_s == 2 * shared.leaf_s
+    assert shared.worker_bytes < four.worker_bytes
+
+
+def test_workers_that_have_the_data_are_sent_none() -> None:
+    sent = predict(job(), device="cpu")
+    there = predict(job(local_data=lambda where: TensorDataset(torch.randn(64, WIDE), torch.zeros(64))), device="cpu")
+    assert sent.down_bytes - there.down_bytes == 32 * (4 * WIDE + 8) - 32 * 8
+    assert there.worker_bytes == sent.worker_bytes
+
+
+def test_every_buffer_is_counted() -> None:
+    """A worker has those that are saved twice, and others once."""
+
+    class Buffered(Deep):
+        def __init__(self, numel: int, persistent: bool) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(numel), persistent=persistent)
+
+    def told(numel: int, *, persistent: bool) -> tuple[int, int]:
+        found = predict(job(model=lambda: Buffered(numel, persistent)), device="cpu")
+        return found.model_bytes, found.worker_bytes
+
+    none, saved, unsaved = told(0, persistent=False), told(1 << 20, persistent=True), told(1 << 20, persistent=False)
+    assert unsaved[0] - none[0] == 4 << 20
+    assert saved[0] - none[0] == 4 << 20
+    assert unsaved[1] - none[1] == 4 << 20
+    assert saved[1] - none[1] >= 8 << 20
+
+
 def test_predictions_change_nothing_and_are_told_by_both_facades(calls: Any, tmp_path: Path) -> None:
     given = model()
     before = {name: tensor.clone() for name, tensor in given.state_dict().items()}

@@ -208,6 +208,11 @@ class Layout:
         """Bytes of all groups in their own dtypes."""
         return sum(group.numel * group.dtype.itemsize for group in self.groups)
 
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Of them, buffers'."""
+        return buffer_bytes(self.entries)
+
     def result_nbytes(self, bucket: Bucket) -> int:
         """Bytes of one bucket of a block's result."""
         return bucket.numel * self.groups[bucket.group].result_dtype.itemsize
@@ -330,6 +335,11 @@ def _may_have(role: str, dtype: torch.dtype) -> bool:
     if role in ("mean", "max"):
         return dtype.is_floating_point == (role == "mean")
     return role == "frozen" or (role == "grad" and dtype in _GRADIENT_DTYPES)
+
+
+def buffer_bytes(entries: Iterable[Entry]) -> int:
+    """Bytes of those that are buffers."""
+    return sum(entry.numel * entry.dtype.itemsize for entry in entries if entry.role in ("mean", "max"))
 
 
 def _role(name: str, tensor: Tensor, is_parameter: bool) -> str:

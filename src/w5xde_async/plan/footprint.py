@@ -29,7 +29,9 @@ class Activations(NamedTuple):
 class Model:
     """Bytes of a model and of its data.
 
-    parameters    with buffers, in their own dtypes
+    parameters    with buffers that are saved, in their own dtypes
+    buffers       that a replica writes into, beside those: of all kinds, whole on every rank
+    unsaved       of them, those that are not persistent
     gradients     of a block's sum, in float32
     native        gradients that are made in other dtypes than float32
     largest_unit  of what a fully sharded rank has whole at a time: a unit and the next one, the first's gradient, and
@@ -48,6 +50,8 @@ class Model:
     microbatch: int
     microbatches: int
     step: int
+    buffers: int = 0
+    unsaved: int = 0
 
     @property
     def sums(self) -> int:
@@ -78,7 +82,8 @@ SYNC = Rule()
 
 
 class Stage(NamedTuple):
-    """A run of atoms: bytes of its parameters and buffers, of their gradients (as in Model), of a microbatch in it."""
+    """A run of atoms: bytes of its parameters and buffers (a replica's own too), of their gradients (as in Model), of a
+    microbatch in it."""
 
     parameters: int
     gradients: int
@@ -106,7 +111,7 @@ def coordinator(model: Model, rule: Rule = SYNC) -> Need:
     """It holds the parameters and the optimizer's state, one sum that is added to and one that arrives, and the data of
     two steps. With many workers it holds more sums: ``run_started`` has the most."""
     return Need(
-        parameters=model.parameters,
+        parameters=model.parameters + model.unsaved,
         gradients=2 * model.gradients,
         optimizer=rule.outer * model.gradients + (0 if rule.local else model.optimizer),
         data=2 * model.step,
@@ -116,7 +121,7 @@ def coordinator(model: Model, rule: Rule = SYNC) -> Need:
 def alone(model: Model) -> Need:
     """A worker of one process."""
     return Need(
-        parameters=model.parameters,
+        parameters=model.parameters + model.buffers,
         gradients=(model.sums + _LEAVING) * model.gradients + model.native,
         activations=model.activations.peak,
         data=model.leases,
@@ -127,7 +132,7 @@ def dp(model: Model, ranks: int, bucket_bytes: int) -> list[Need]:
     """Every rank holds the model; a sum is exchanged, and sent in shards."""
     shards = (1 + _LEAVING) * _share(model.gradients, ranks)
     each = Need(
-        parameters=model.parameters,
+        parameters=model.parameters + model.buffers,
         gradients=model.sums * model.gradients + model.native + shards,
         activations=model.activations.peak,
         data=model.leases,
@@ -140,7 +145,7 @@ def fsdp(model: Model, ranks: int) -> list[Need]:
     """Every rank holds its shards, as they come in and as they are computed with, and one unit after the other."""
     whole = 0 if model.microbatches == 1 else model.gradients  # leaves of several microbatches are summed first
     each = Need(
-        parameters=2 * _share(model.parameters, ranks),
+        parameters=2 * _share(model.parameters, ranks) + model.buffers,
         gradients=(_LEAVES + _LEAVING) * _share(model.gradients, ranks) + whole,
         activations=model.activations.peak,
         data=model.leases,
@@ -154,7 +159,11 @@ def tp(model: Model, ranks: int, split: tuple[int, int], activations: Activation
     beside an equal part of everything as it comes in and goes out. A leaf has its gradients and a sum of its own."""
     parameters, gradients = split
     each = Need(
-        parameters=_share(model.parameters, ranks) + model.parameters - parameters + _share(parameters, ranks),
+        parameters=_share(model.parameters, ranks)
+        + model.parameters
+        - parameters
+        + _share(parameters, ranks)
+        + model.buffers,
         gradients=(_LEAVES + 1) * (model.gradients - gradients + _share(gradients, ranks))
         + _LEAVING * _share(model.gradients, ranks),
         activations=activations.peak,
@@ -190,7 +199,7 @@ def fsdp_tp(model: Model, axes: tuple[int, int], split: tuple[int, int], activat
     summed = model.gradients - gradients + _share(gradients, ranks)
     unit = model.largest_unit * summed // max(model.gradients, 1)  # taken to be split as the whole is
     each = Need(
-        parameters=_share(model.parameters, sharded * ranks) + _share(kept, sharded),
+        parameters=_share(model.parameters, sharded * ranks) + _share(kept, sharded) + model.buffers,
         gradients=(_LEAVES + 1) * _share(summed, sharded) + _LEAVING * _share(model.gradients, sharded * ranks),
         activations=activations.peak,
         data=model.leases,

@@ -34,6 +34,7 @@ from w5xde_async.updates.coded import coded_down, coded_up
 from w5xde_async.updates.config import UpdateConfig
 
 _TIMED_S, _MOST_RUNS = 1.0, 20
+_INDEX_BYTES = 8  # of a sample that workers have themselves
 _LINES = (("1 Gbit/s", 125e6), ("100 Mbit/s", 12.5e6))
 
 
@@ -47,8 +48,9 @@ class Prediction:
     worker_bytes            of a worker, beside Python, torch and the model's code: activations and batches included
     activation_bytes        that a microbatch keeps until its backward pass
     up_bytes                of a result. A worker sends one a step where lines are slow or leaves fast, and at most as
-                            many as it has leaves of the step (``most_results``)
-    down_bytes              a worker receives for a step, batches included
+                            many as it has leaves of the step (``most_results``). Under rules other than sync steps are
+                            not shared out: each worker's part of what is sent for a step
+    down_bytes              a worker receives for a step, batches included, in the same way
     leaf_s, step_s, total_s  computing alone; ``total_s`` is infinite where there is no end
     """
 
@@ -126,10 +128,14 @@ def predict(job: Job, config: CoordinatorConfig | None = None, *, workers: int =
         batch = made_by("dataset", lambda: probe_batches(job, [samples])[0])
         activation_bytes, microbatch_s = made_by("step", lambda: _measured(job, model, batch, where))
         optimizer_bytes = _optimizer_bytes(job, model)
+        buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     sample_bytes = sum(tensor.numel() * tensor.element_size() for tensor in flatten(batch)[1]) / samples
-    leaves = -(-first.num_leaves // workers)  # of the worker that has most
-    share = sample_bytes * leaves * job.leaf_samples
     update = config.update
+    shared = update.rule == "sync"  # each step among all; else each worker has steps of its own
+    leaves = -(-first.num_leaves // workers) if shared else first.num_leaves  # of the worker that has most
+    steps_at_once = 1 if shared else workers
+    share = sample_bytes * leaves * job.leaf_samples
+    sent = share if job.local_data is None else _INDEX_BYTES * leaves * job.leaf_samples
     rounds = update.inner_steps if update.local else 1  # steps for each time that values travel
     up = _encoded(layout, coded_up(layout), update.uplink_codec, results=True) / rounds
     down = _encoded(layout, coded_down(layout), update.downlink_codec, results=False) / rounds
@@ -141,21 +147,22 @@ def predict(job: Job, config: CoordinatorConfig | None = None, *, workers: int =
         step_samples=first.num_samples,
         leaves=first.num_leaves,
         num_parameters=layout.num_parameters,
-        model_bytes=layout.state_bytes,
+        model_bytes=layout.state_bytes + buffer_bytes - layout.buffer_bytes,
         optimizer_bytes=optimizer_bytes,
         for_workers_bytes=memory_bound_bytes(layout.vector_bytes, layout.state_bytes, first.num_leaves, here),
         worker_bytes=round(
             layout.state_bytes
+            + buffer_bytes  # its own, beside the step's values
             + activation_bytes
             + config.pacing.leases_ahead * share
             + _kept_bytes(layout, update, leaves, optimizer_bytes)
         ),
         activation_bytes=activation_bytes,
-        up_bytes=round(up),
-        most_results=1 if update.rule != "sync" else leaves,
-        down_bytes=round(down + share),
+        up_bytes=round(up / steps_at_once),
+        most_results=leaves if shared else 1,
+        down_bytes=round((down + sent) / steps_at_once),
         leaf_s=leaf_s,
-        step_s=leaf_s * leaves,
+        step_s=leaf_s * leaves / steps_at_once,
         device=str(where),
     )
 
