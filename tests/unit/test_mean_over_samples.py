@@ -134,6 +134,27 @@ def test_nothing_is_told_of_others(job: Job) -> None:
     assert _told(job) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loss", [functional.cross_entropy, functional.mse_loss])
+def test_coarse_numbers_are_rounded_more(dtype: torch.dtype, loss: Any) -> None:
+    for seed in range(20):
+        chance = torch.Generator().manual_seed(seed)
+        x = torch.randn(64, 16, generator=chance).to(dtype)
+        y = _LABELS if loss is functional.cross_entropy else torch.randn(64, 2, generator=chance).to(dtype)
+        job = _job(loss, model=lambda: nn.Linear(16, 2).to(dtype), dataset=TensorDataset(x, y), seed=seed)
+        assert _told(job) is None
+        summed = replace(job, loss=lambda out, target: loss(out, target, reduction="sum"))
+        assert _told(summed) is not None
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_dataset_of_few_samples_is_looked_at_over_and_over(number: int) -> None:
+    few = TensorDataset(*_DATA[:number])
+    for dataset in (few, [few[at] for at in range(number)]):
+        assert _told(_job(nn.CrossEntropyLoss(), dataset=dataset)) is None
+        assert _told(_job(nn.CrossEntropyLoss(reduction="sum"), dataset=dataset)) is not None
+
+
 @pytest.mark.parametrize(
     ("loss", "says"),
     [

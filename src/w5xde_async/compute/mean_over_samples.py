@@ -31,7 +31,8 @@ _MOST_PARAMETERS = 50_000_000  # of a model that is copied
 _MOST_READING_S = 0.3
 _DRAWS = 8  # of a step that draws
 _BY_FAR, _NOTABLE = 6.0, 0.05  # standard errors of such a mean; of the loss: what chance hides is not told
-_ROUNDING = 1e-3  # of the loss: rounding is a hundredth of it, and class weights hardly ever so little
+_ROUNDING = 1e-3  # of the loss: float32's is a hundredth of it, and class weights hardly ever so little
+_ROUNDED = 4.0  # times that the coarsest number may be rounded: whole and in parts, in the model and in the loss
 _NOTHING = 1e-6  # a loss of terms that cancel, as of a student that begins as its teacher, is rounding alone below it
 
 
@@ -83,8 +84,8 @@ def _compared(job: Job, model: nn.Module, step_flops: int) -> str | None:
         part = 2 if samples == _SAMPLES[0] else 1
         batches = [batch_of(0, samples), *(batch_of(at, at + part) for at in range(0, samples, part))]
         model = replica_of(job, model).eval()
-        (whole, mean, size), drew = _losses(job, model, batches)
-        least, draws = _ROUNDING * size, ""
+        (whole, mean, size), drew, coarsest = _losses(job, model, batches)
+        least, draws = max(_ROUNDING, _ROUNDED * coarsest) * size, ""
         if drew:
             if (1 + _DRAWS) * samples > affordable:
                 return None
@@ -106,8 +107,8 @@ def _compared(job: Job, model: nn.Module, step_flops: int) -> str | None:
 def _batches(job: Job, count: int) -> Callable[[int, int], Any] | None:
     """What collates some of the first samples; None where reading them takes long."""
     if type(job.dataset) is TensorDataset and job.collate is None:
-        tensors = job.dataset.tensors
-        return lambda begin, end: tuple(tensor[begin:end].clone() for tensor in tensors)
+        tensors, number = job.dataset.tensors, len(job.dataset)
+        return lambda begin, end: tuple(tensor[torch.arange(begin, end) % number] for tensor in tensors)
     began = time.monotonic()
     first_samples(job, 1)
     if (time.monotonic() - began) * count > _MOST_READING_S:
@@ -116,13 +117,17 @@ def _batches(job: Job, count: int) -> Callable[[int, int], Any] | None:
     return lambda begin, end: collated(job.collate, samples[begin:end])
 
 
-def _losses(job: Job, model: nn.Module, batches: list[Any], draw: int = 0) -> tuple[tuple[float, float, float], bool]:
-    """Of the first batch, of the others on average, and the size of either; and whether the step draws random numbers.
+def _losses(
+    job: Job, model: nn.Module, batches: list[Any], draw: int = 0
+) -> tuple[tuple[float, float, float], bool, float]:
+    """Of the first batch, of the others on average, and the size of either; whether the step draws random numbers; and
+    the eps of the coarsest numbers, the model's or the loss's.
 
     ``draw``: which ones; from 1 on those of ``random`` and numpy too.
     """
     step, device, drew = step_function(job), torch.device("cpu"), False
     found: list[float] = []
+    dtypes = {parameter.dtype for parameter in model.parameters()}
     with torch.no_grad():
         for place, batch in enumerate(batches):
             with random_state() as state:
@@ -131,6 +136,8 @@ def _losses(job: Job, model: nn.Module, batches: list[Any], draw: int = 0) -> tu
                 loss: Any = step(model, map_tensors(batch, torch.clone))[0]
                 drew = drew or has_drawn(device) or not state.unmoved()
             found.append(float(loss))
+            dtypes.add(loss.dtype)
     whole, *parts = found
     size = max(abs(whole), math.fsum(map(abs, parts)) / len(parts))
-    return (whole, math.fsum(parts) / len(parts), size), drew
+    coarsest = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+    return (whole, math.fsum(parts) / len(parts), size), drew, coarsest
