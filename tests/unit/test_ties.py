@@ -69,6 +69,26 @@ async def test_strangers_take_nobodys_place(monkeypatch: pytest.MonkeyPatch) -> 
         await asyncio.gather(connecting, twice, return_exceptions=True)
 
 
+@pytest.mark.both_loops
+@pytest.mark.parametrize("most", [4, 64])
+async def test_strangers_that_say_nothing_hold_up_nobody(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Not until they are given up, where as many as that are asked at once."""
+    monkeypatch.setattr(ties, "_SAYING_S", 1000.0 if most == 64 else 0.01)
+    monkeypatch.setattr(ties, "_MOST_ASKED", most)
+    head, other = Ties(), Ties()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = listening.getsockname()
+        strangers = [await asyncio.open_connection(*address) for _ in range(10)]
+        async with asyncio.timeout(20):
+            await asyncio.gather(head.accept(listening, 2, 20.0), other.connect(*address, 1, 20.0))
+            assert listening.getblocking()
+            for reader, writer in strangers:  # and are let go
+                assert await reader.read() == b""
+                writer.close()
+        head.close()
+        other.close()
+
+
 async def test_who_does_not_come_is_waited_for_so_long() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         head, other = Ties(), Ties()

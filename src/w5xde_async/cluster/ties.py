@@ -14,6 +14,7 @@ from asyncio import StreamReader, StreamWriter
 from contextlib import suppress
 
 _SAYING_S = 2.0  # for who has connected to say who he is: it may be a stranger
+_MOST_ASKED = 64  # at once; further ones wait to be accepted
 _HELLO, _START = b"w5xde rank %d\n", b"start\n"
 
 
@@ -30,21 +31,49 @@ class Ties:
         """
         loop = asyncio.get_running_loop()
         listening.setblocking(False)
+        accepting: asyncio.Task[tuple[socket.socket, object]] | None = None
+        asked = set[asyncio.Task[None]]()  # side by side: strangers that say nothing hold up nobody
         try:
             async with asyncio.timeout(seconds):
                 while len(self._streams) < ranks - 1:
-                    accepted, _ = await loop.sock_accept(listening)
-                    streams = await asyncio.open_connection(sock=accepted)
-                    rank = await _said(streams[0], ranks)
-                    if rank is None or rank in self._streams:
-                        streams[1].close()
-                    else:
-                        self._streams[rank] = streams
+                    if accepting is None and len(asked) < _MOST_ASKED:
+                        accepting = asyncio.create_task(loop.sock_accept(listening))
+                    waiting = asked if accepting is None else {*asked, accepting}
+                    done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    asked -= done
+                    if accepting in done:
+                        accepted, _ = await accepting
+                        accepting = None
+                        asked.add(asyncio.create_task(self._ask(accepted, ranks)))
                 for _, writer in self._streams.values():
                     writer.write(_START)
                     await writer.drain()
         finally:
+            begun = [*asked, *([] if accepting is None else [accepting])]
+            for task in begun:
+                task.cancel()
+            for ended in await asyncio.gather(*begun, return_exceptions=True):
+                if isinstance(ended, tuple):  # accepted in the same moment
+                    ended[0].close()
             listening.setblocking(True)  # the rank that inherits it may count on that
+
+    async def _ask(self, accepted: socket.socket, ranks: int) -> None:
+        """Have who has connected say who he is, and keep the connection of another rank, the first of each."""
+        try:
+            reader, writer = await asyncio.open_connection(sock=accepted)
+        except BaseException as error:
+            accepted.close()
+            if isinstance(error, OSError):  # gone again
+                return
+            raise
+        rank = None
+        try:
+            rank = await _said(reader, ranks)
+        finally:
+            if rank is None or rank in self._streams:
+                writer.close()
+            else:
+                self._streams[rank] = reader, writer
 
     async def connect(self, host: str, port: int, rank: int, seconds: float) -> None:
         """As another, be there for rank 0, and return when all are. Raises TimeoutError, OSError where they are not."""
