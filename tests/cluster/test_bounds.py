@@ -1,17 +1,23 @@
-"""The stated bound is kept where the first block of a run waits for its judgement and its step has many more."""
+"""The stated bound is kept where the first block of a run waits for its judgement and its step has many more. It is of
+the largest step, wherever a run goes on."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from tests.support import jobs
 from tests.support import scripted as support
+from tests.support.cluster import train
 from tests.support.scripted import Scripted, scripted, settle
 from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.memory_bound import most_held, most_vectors
 from w5xde_async.coordinator.sync import verification
+from w5xde_async.job import Job
+from w5xde_async.telemetry.events import Event, RunStarted
 from w5xde_async.wire.messages import Lease
 
 LEAVES = 64
@@ -52,3 +58,20 @@ async def test_a_slow_first_audit_keeps_no_more_vectors_than_stated(monkeypatch:
                 await asyncio.sleep(0.001)
         await settle()
         assert most <= most_vectors(LEAVES, run.config) < LEAVES
+
+
+async def test_a_run_that_goes_on_with_an_epochs_short_last_step_states_the_bound_of_a_whole_one(
+    tmp_path: Path,
+) -> None:
+    def job() -> Job:
+        made = jobs.mlp_sgd()
+        few = TensorDataset(*(column[:17] for column in made.dataset.tensors))
+        return replace(made, dataset=few, batch_size=8, microbatch_size=2)
+
+    events: list[Event] = []
+    for steps in (2, 5):
+        await train(job, run_dir=tmp_path / "run", events=events, max_steps=steps)
+    first, second = (event for event in events if isinstance(event, RunStarted))
+    assert (first.resumed_step, second.resumed_step) == (0, 2)
+    assert (first.leaves_per_step, second.leaves_per_step) == (4, 4)
+    assert (second.memory_bound_bytes, second.expected_bytes) == (first.memory_bound_bytes, first.expected_bytes)

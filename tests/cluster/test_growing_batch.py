@@ -113,6 +113,7 @@ async def test_stopped_where_it_grows_and_taken_up_again(tmp_path: Path) -> None
     assert of(events, BatchGrown) == of(whole, BatchGrown)
     assert [event.resumed_step for event in of(events, RunStarted)] == [0, *(e.step for e in of(events, BatchGrown))]
     assert [event.batch_size for event in of(events, RunStarted)] == [8, 16, 32, 64]
+    assert [event.leaves_per_step for event in of(events, RunStarted)] == [4, 8, 16, 32]
 
 
 async def one_start(run: Path, events: list[Event], **changes: Any) -> RunResult:

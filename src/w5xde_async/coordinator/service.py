@@ -550,11 +550,10 @@ class Coordinator:
         assert self._access is not None
         told = None if self._join_file is None else self.invitation
         steps, growing = spec.steps, spec.growing
-        num_leaves = steps.plan(resume.step).num_leaves
         expected = max(config.min_workers, 1)
 
         def bound(workers: int) -> int:
-            layout, leaves = spec.layout, num_leaves if growing is None else growing.most_leaves
+            layout, leaves = spec.layout, spec.step_leaves if growing is None else growing.most_leaves
             of_these = replace(config, max_workers=workers)
             return memory_bound_bytes(layout.vector_bytes, layout.state_bytes, leaves, of_these)
 
@@ -570,7 +569,7 @@ class Coordinator:
             dataset=type(job.dataset).__name__,
             num_samples=job.num_samples or 0,
             batch_size=steps.batch_size,
-            leaves_per_step=num_leaves,
+            leaves_per_step=spec.step_leaves,
             leaves_by=spec.leaves_by,
             update_rule=strategy.rule.name,
             codec=config.update.codec,

@@ -95,7 +95,7 @@ class Run:
         self._stopping = False
         self._looking: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
-        self._batch_leaves = self._spec.sampler.size(0).num_leaves
+        self._batch_leaves = self._spec.step_leaves
         self._chooser: StrategyChooser | None = None
         if config.auto:
             kept = self._strategy.update if resume.step and self._strategy.update.rule != "sync" else None

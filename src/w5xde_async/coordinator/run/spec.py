@@ -98,6 +98,11 @@ class RunSpec:
         """Which samples make which step."""
         return self.sampler if self.growing is None else self.growing.plan
 
+    @property
+    def step_leaves(self) -> int:
+        """Leaves of the largest step: not of an epoch's last one. Where the batch grows, of its newest size."""
+        return -(-min(self.steps.batch_size, self.sampler.num_samples) // self.sampler.leaf_samples)
+
     def close(self) -> None:
         """Let go of what it holds, where the start comes to nothing. Blocking."""
         with ExitStack() as held:
