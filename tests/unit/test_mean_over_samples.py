@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from w5xde_async import Job
-from w5xde_async.compute.mean_over_samples import what_is_no_mean
+from w5xde_async.compute.mean_over_samples import _apart, what_is_no_mean
 from w5xde_async.job import build_model
 
 _LABELS = torch.arange(64) * 5 % 7 % 2
@@ -47,6 +48,48 @@ def _views(model: nn.Module, batch: Any) -> Tensor:
 
 def _very_noisy(model: nn.Module, batch: Any) -> Tensor:
     return (model(batch[0]).square() * torch.randn(len(batch[0]), 1).exp()).mean()
+
+
+_TOKENS = torch.randint(50, (64, 12), generator=torch.Generator().manual_seed(0))
+_LENGTHS = torch.arange(64) * 5 % 9 + 3
+
+
+class _Beginning(nn.Module):
+    """A language model as it begins: to it every token is as likely as any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(50, 16), nn.Linear(16, 50)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.embed(tokens))  # type: ignore[no-any-return]
+
+
+def _padded(samples: list[Any]) -> dict[str, Tensor]:
+    """As transformers' collators do it, with no label on what is padded."""
+    tokens, lengths = (torch.stack(parts) for parts in zip(*samples, strict=True))
+    return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(12) >= lengths[:, None], -100)}
+
+
+def _over_tokens(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def _over_samples(model: nn.Module, batch: Any) -> Tensor:
+    losses = functional.cross_entropy(model(batch["input_ids"]).transpose(1, 2), batch["labels"], reduction="none")
+    return (losses.sum(1) / (batch["labels"] != -100).sum(1)).mean()
+
+
+def _in_bf16(model: nn.Module, batch: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return _over_samples(model, batch)
+
+
+def _language(step: Any, **changed: Any) -> Job:
+    given = {"dataset": TensorDataset(_TOKENS, _LENGTHS), **changed}
+    return _job(step=step, model=_Beginning, collate=_padded, **given)
 
 
 def _failing(model: nn.Module, batch: Any) -> Tensor:
@@ -110,6 +153,7 @@ def test_what_is_no_mean_is_told(job: Job) -> None:
         _job(_of_first(nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)))),
         _job(lambda out, labels: functional.kl_div(out.log_softmax(1), out.softmax(1).detach(), reduction="batchmean")),
         _job(lambda out, labels: out.sum() * 0.0 + 1e-9 * len(out)),
+        _job(lambda out, labels: 1.0 + 1e-7 * len(out) * out.mean()),
         _job(step=_smooth),
         *[_job(step=_noisy, seed=seed) for seed in range(20)],
         *[_job(step=_very_noisy, seed=seed) for seed in range(20)],
@@ -122,6 +166,7 @@ def test_what_is_no_mean_is_told(job: Job) -> None:
         "weighted sample by sample",
         "batchmean",
         "rounding",
+        "rounding of gradients",
         "penalty",
         *["noisy"] * 20,
         *["very noisy"] * 20,
@@ -153,6 +198,35 @@ def test_a_dataset_of_few_samples_is_looked_at_over_and_over(number: int) -> Non
     for dataset in (few, [few[at] for at in range(number)]):
         assert _told(_job(nn.CrossEntropyLoss(), dataset=dataset)) is None
         assert _told(_job(nn.CrossEntropyLoss(reduction="sum"), dataset=dataset)) is not None
+
+
+def test_a_mean_over_tokens_is_told_where_every_token_costs_alike() -> None:
+    """No loss shows it there, and the gradients do."""
+    told = _told(_language(_over_tokens))
+    assert told is not None
+    assert re.search(
+        r"the loss of the first 8 samples has a gradient that is \d+% off the mean of those of their", told
+    )
+    assert "a mean over tokens" in told
+    assert "it is no mean over samples" in told
+
+
+@pytest.mark.parametrize("step", [_over_samples, _in_bf16])
+def test_a_mean_over_samples_of_means_over_tokens_is_one(step: Any) -> None:
+    assert _told(_language(step)) is None
+
+
+def test_samples_of_as_many_tokens_each_are_a_mean() -> None:
+    data = TensorDataset(_TOKENS, torch.full((64,), 7))
+    assert _told(_language(_over_tokens, dataset=data)) is None
+
+
+def test_gradients_in_fewer_bits_are_no_further_apart_than_their_rounding() -> None:
+    model = _Beginning().bfloat16()
+    job = _language(_over_samples)
+    samples = [_padded([job.dataset[at] for at in range(begin, end)]) for begin, end in ((0, 8), (0, 4), (4, 8))]
+    assert _apart(job, model, samples, torch.finfo(torch.bfloat16).eps) == 0.0
+    assert _apart(_language(_over_tokens), _Beginning(), samples, torch.finfo(torch.float32).eps) > 0.03
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 from torch.utils.data import TensorDataset
 
@@ -34,6 +34,11 @@ _BY_FAR, _NOTABLE = 6.0, 0.05  # standard errors of such a mean; of the loss: wh
 _ROUNDING = 1e-3  # of the loss: float32's is a hundredth of it, and class weights hardly ever so little
 _ROUNDED = 4.0  # times that the coarsest number may be rounded: whole and in parts, in the model and in the loss
 _NOTHING = 1e-6  # a loss of terms that cancel, as of a student that begins as its teacher, is rounding alone below it
+_APART = 0.03  # of a gradient: rounding is a thirtieth of it where a step computes in bf16; less is not told
+_APART_ROUNDED = 16.0  # times that the coarsest number may be rounded: in bf16 that is 1/8
+_NO_GRADIENT = 1e-5  # as of that student, too: shorter ones may be rounding alone
+_AS_FORWARD = 3  # such passes: what it takes to have these
+_LAST = 8  # parameters whose gradients are compared: the path to them is short
 
 
 def what_is_no_mean(job: Job, model: nn.Module, step_flops: int) -> str | None:
@@ -69,8 +74,10 @@ def _said(loss: Any) -> str | None:
 
 def _compared(job: Job, model: nn.Module, step_flops: int) -> str | None:
     """Where the loss of some samples is not the mean of the losses of their parts; of a step that draws random numbers,
-    where the means over many draws differ by far more than chance. Nothing where the step raises, or that takes long.
-    The model is in evaluation mode: samples do not meet in batch norm there, and nothing is dropped."""
+    where the means over many draws differ by far more than chance. Or where its gradient is not that of theirs: where
+    every token costs alike, as to a language model that begins, no loss shows it. Nothing where the step raises, or
+    that takes long. The model is in evaluation mode: samples do not meet in batch norm there, and nothing is dropped.
+    """
     if sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
         return None
     with suppress(Exception), users_code(), random_state():
@@ -93,13 +100,18 @@ def _compared(job: Job, model: nn.Module, step_flops: int) -> str | None:
             whole, mean, size = (math.fsum(values) / _DRAWS for values in zip(*drawn, strict=True))
             chance = statistics.stdev(one - other for one, other, _ in drawn) / math.sqrt(_DRAWS)
             least, draws = max(_BY_FAR * chance, _NOTABLE * size), f" ({_DRAWS} draws)"
-        # A part may have no loss at all, NaN.
-        if not math.isfinite(whole) or abs(whole - mean) <= max(least, _NOTHING):
+        if not math.isfinite(whole):
             return None
-        return (
-            f"the loss of the first {samples} samples is {whole:.4g}{draws}, and {mean:.4g} is the mean of those of "
-            f"their parts of {part} (class weights, ignore_index, reduction='sum', a mean over tokens, "
-            "samples compared with one another)"
+        found, alike = "", abs(whole - mean) <= max(least, _NOTHING)  # a part may have no loss at all, NaN
+        if not alike:
+            found = f"is {whole:.4g}{draws}, and {mean:.4g} is the mean of those of their parts of {part}"
+        elif drew or (1 + _AS_FORWARD) * samples > affordable:
+            return None
+        elif apart := _apart(job, model, batches, coarsest):
+            found = f"has a gradient that is {apart:.0%} off the mean of those of their parts of {part}"
+        return found and (
+            f"the loss of the first {samples} samples {found} (class weights, ignore_index, reduction='sum', a mean "
+            "over tokens, samples compared with one another, padding that the model sees)"
         )
     return None
 
@@ -141,3 +153,27 @@ def _losses(
     size = max(abs(whole), math.fsum(map(abs, parts)) / len(parts))
     coarsest = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
     return (whole, math.fsum(parts) / len(parts), size), drew, coarsest
+
+
+def _apart(job: Job, model: nn.Module, batches: list[Any], coarsest: float) -> float:
+    """By how much of its length the first batch's gradient differs from the mean of the others'; 0 where that may be
+    rounding (``coarsest``: numbers' eps), or there is none. Of a few parameters: where weights of samples are not
+    alike, all tell."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad][-_LAST:]
+    step, zeros = step_function(job), [torch.zeros_like(parameter) for parameter in trained]
+    found: list[Tensor] = []
+    with suppress(Exception), torch.enable_grad():
+        for batch in batches:
+            with random_state():
+                seed_all(seed_for("looked at", job.seed, 0, 0))
+                loss: Any = step(model, map_tensors(batch, torch.clone))[0]
+                parts = torch.autograd.grad(loss, trained, allow_unused=True)
+            dense = [zero if part is None else part.to_dense() for part, zero in zip(parts, zeros, strict=True)]
+            found.append(torch.cat([part.double().flatten() for part in dense]))
+        whole, *others = found
+        size = max(float(whole.norm()), math.fsum(float(other.norm()) for other in others) / len(others))
+        if size < _NO_GRADIENT:
+            return 0.0
+        apart = float((whole - torch.stack(others).mean(0)).norm()) / size
+        return apart if apart > max(_APART, _APART_ROUNDED * coarsest) else 0.0
+    return 0.0
