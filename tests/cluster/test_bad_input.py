@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+import shutil
 import socket
 import threading
 from collections.abc import Awaitable, Callable
@@ -1134,6 +1135,28 @@ async def test_a_disk_that_fails_does_not_end_the_run(tmp_path: Path, monkeypatc
     failed = [event for event in events if isinstance(event, CheckpointFailed)]
     assert ["disk is full" in event.reason for event in failed] == [True]
     assert [event.step for event in events if isinstance(event, CheckpointSaved)][-1] == STEPS
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_no_step_is_named_to_go_back_to_whose_checkpoint_is_gone(
+    gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, names = Filesystem.rename, list[str]()
+
+    def fails(self: Filesystem, source: Path, target: Path) -> None:
+        if target.name.startswith("step-"):
+            names.append(target.name)
+            if len(names) == 2:
+                if gone:
+                    shutil.rmtree(target.with_name(names[0]))
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(self, source, target)
+
+    monkeypatch.setattr(Filesystem, "rename", fails)
+    events = Events()
+    await train(run_dir=tmp_path / "run", checkpoint_every=2, max_steps=60, events=events)
+    (failed,) = [event for event in events if isinstance(event, CheckpointFailed)]
+    assert failed.safe_step == (None if gone else int(names[0].removeprefix("step-")))
 
 
 async def test_an_evaluation_that_raises_does_not_end_the_run() -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -190,7 +191,7 @@ def test_where_nothing_can_be_put_beside_it_the_old_run_lies_inside(tmp_path: Pa
 
 def test_what_stands_in_a_files_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "run" / "run.json").mkdir(parents=True)
-    with pytest.raises(RunDirUnusable, match=r"cannot prepare the run directory: run\.json: Is a directory"):
+    with pytest.raises(RunDirUnusable, match=r"the run directory: run\.json: a directory stands where a file is"):
         RunDir.open(tmp_path / "run", resume=True)
 
 
@@ -274,6 +275,52 @@ def test_one_that_is_deleted_meanwhile_is_made_anew(tmp_path: Path) -> None:
         (path / "run.json").write_text(json.dumps({"run_id": "0" * 16, "term": 1}))
         with pytest.raises(Superseded, match="another run has begun there"):
             store.save(Record(step=4, meta={}, groups={}))
+
+
+@pytest.mark.parametrize("content", [b"", b'{"run_id": "0123', b"[]"])
+def test_a_damaged_identity_is_written_anew_while_the_run_goes_on(tmp_path: Path, content: bytes) -> None:
+    """Nobody else leaves half a file there: who takes a run over puts a whole one in its place."""
+    with RunDir.open(tmp_path, resume=True) as run:
+        run.next_term()
+        store = CheckpointStore(run.checkpoints_path, keep=9, filesystem=run.filesystem)
+        (tmp_path / "run.json").write_bytes(content)
+        store.save(Record(step=3, meta={}, groups={}))
+        assert json.loads((tmp_path / "run.json").read_text()) == {"run_id": run.run_id, "term": 1}
+        (tmp_path / "run.json").write_bytes(content)
+        (tmp_path / ".lock").rename(tmp_path / "elsewhere")  # the directory may be somebody else's by now
+        with pytest.raises(RunDirUnusable, match=r"put that file back") as caught:
+            store.save(Record(step=4, meta={}, groups={}))
+        assert "--resume never" not in str(caught.value)
+        assert (tmp_path / "run.json").read_bytes() == content
+
+
+def test_a_damaged_identity_beside_checkpoints_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
+    with RunDir.open(tmp_path, resume=True) as run:
+        CheckpointStore(run.checkpoints_path, filesystem=run.filesystem).save(Record(step=3, meta={}, groups={}))
+    (tmp_path / "run.json").write_bytes(b"")
+    said = unusable(tmp_path)
+    assert f"another --run-dir and --resume {tmp_path / 'checkpoints' / 'step-...'}" in said
+    assert "--resume never" not in said
+
+
+def test_what_stands_in_the_way_is_named(tmp_path: Path) -> None:
+    path, is_directory = tmp_path / "a", "a directory stands where a file is needed"
+    (path / ".lock").mkdir(parents=True)
+    assert f"{is_directory} ({path / '.lock'}); move it away" in unusable(path)
+    (path / ".lock").rmdir()
+    (path / ".lock").symlink_to(path / ".lock")
+    assert f"stands where a file or a directory is needed ({path / '.lock'}); move" in unusable(path)
+    file = tmp_path / "file"
+    file.write_text("")
+    assert f"a file stands where a directory is needed ({file}); move it away" in unusable(file / "x" / "y")
+    with RunDir.open(tmp_path / "c", resume=True) as run:
+        store = CheckpointStore(run.checkpoints_path, filesystem=run.filesystem)
+        run.checkpoints_path.write_text("")
+        with pytest.raises(StoreError, match=re.escape(f"is needed ({run.checkpoints_path}); move it away")):
+            store.save(Record(step=3, meta={}, groups={}))
+        run.config_path.mkdir()
+        with pytest.raises(StoreError, match=re.escape(f"{is_directory} ({run.config_path}); move it away")):
+            run.write_config({"name": "x"})
 
 
 def test_one_that_is_made_anew_on_a_full_disk_is_told_of(tmp_path: Path) -> None:

@@ -33,14 +33,31 @@ _ADVICE = {
     errno.EPERM: "not permitted; make it writable for this user or choose another --run-dir",
     errno.EROFS: "the file system is read-only; choose another --run-dir",
     errno.EIO: "input/output error, the disk may be failing; choose another --run-dir",
-    errno.ENOTDIR: "a file stands where a directory is needed; choose another --run-dir",
     errno.ENAMETOOLONG: "the name is too long; choose a shorter --run-dir",
+}
+
+
+#: What stands in the way, by what the system says of it.
+_IN_THE_WAY = {
+    errno.ENOTDIR: "a file stands where a directory is needed",
+    errno.EEXIST: "a file stands where a directory is needed",
+    errno.EISDIR: "a directory stands where a file is needed",
+    errno.ELOOP: "a symbolic link that leads nowhere stands where a file or a directory is needed",
 }
 
 
 def explain(error: OSError) -> str:
     """What failed and what to do about it, on one line."""
+    if (what := _IN_THE_WAY.get(error.errno or 0)) is not None:
+        named = error.filename2 or error.filename
+        there = _nearest(Path(os.fsdecode(named))) if isinstance(named, str | bytes | Path) else None
+        return f"{what}{'' if there is None else f' ({there})'}; move it away, or choose another --run-dir"
     return _ADVICE.get(error.errno or 0) or error.strerror or str(error)
+
+
+def _nearest(path: Path) -> Path | None:
+    """The part of a path that is there, and what follows is not: what is in the way."""
+    return next((part for part in (path, *path.parents) if os.path.lexists(part)), None)
 
 
 @contextmanager

@@ -40,6 +40,10 @@ logger = logging.getLogger(__name__)
 
 _LOCK = ".lock"
 _IDENTITY = "run.json"
+_GO_ON = (
+    "put that file back from a copy, or go on from one of its checkpoints elsewhere, with another --run-dir and "
+    "--resume {checkpoints}/step-..."
+)
 # What a run leaves behind, in the order in which it is set aside: journal and checkpoints first, so that a crash
 # half-way can never leave a directory that resumes a run whose history is gone; the identity last.
 _CONTENT = (
@@ -56,6 +60,10 @@ class RunDirUnusable(StoreError):
     """The place asked for cannot hold a run; one line, exit code 2."""
 
     exit_code = ExitCode.USAGE
+
+
+class _Damaged(RunDirUnusable):
+    """run.json says nothing of a run."""
 
 
 class Superseded(StoreError):
@@ -192,8 +200,10 @@ class RunDir:
             if not _RUN_ID.fullmatch(run_id) or type(term) is not int or not 0 <= term < _MOST_TERM:
                 raise ValueError("values out of range")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            reason = f"is damaged ({error}); start with --resume never to set this run aside"
-            raise RunDirUnusable(str(path), reason) from error
+            advice = "start with --resume never to set this run aside"
+            if _holds_checkpoints(self.path):
+                advice = _GO_ON.format(checkpoints=self.checkpoints_path)
+            raise _Damaged(str(path), f"is damaged ({error}); {advice}") from error
         return run_id, term
 
     def _check_term(self) -> None:
@@ -202,11 +212,26 @@ class RunDir:
         except FileNotFoundError:
             self._make_anew()
             return
+        except _Damaged:
+            run_id, stored = self._mended_identity()
         if run_id != self.run_id:
             raise Superseded(str(self.path), "another run has begun there")
         if stored > self.term:
             reason = f"a coordinator of term {stored} has taken the run over; this one is of term {self.term}"
             raise Superseded(str(self.path), reason)
+
+    def _mended_identity(self) -> tuple[str, int]:
+        """It cannot be read, and this process has the directory: who takes a run over leaves no half a file."""
+        with self._making:
+            try:
+                return self._read_identity()  # another thread was here first
+            except _Damaged as error:
+                if self._lock is None or not is_at(self._lock, self.path / _LOCK):
+                    raise
+                logger.warning("%s is written anew, while the run goes on: it was damaged reason=%s",
+                               self.path / _IDENTITY, error.__cause__)  # fmt: skip
+            self._write_identity()
+            return self.run_id, self.term
 
     def _make_anew(self) -> None:
         """It was deleted or moved. Nobody else can have begun here without writing his own: what is in memory goes
@@ -264,16 +289,17 @@ def export_tensors(
     return nbytes
 
 
+def _holds_checkpoints(path: Path) -> bool:
+    return any((path / "checkpoints").glob("step-*/manifest.json"))
+
+
 def _check_own(path: Path) -> None:
     """Raises RunDirUnusable where no run has been, and a file or folder has the name of one that a run writes."""
     if (path / _IDENTITY).exists():
         return
-    if any((path / "checkpoints").glob("step-*/manifest.json")):
-        reason = (
-            "it holds checkpoints, and no run.json that says of which run: put that file back from a copy, or go on "
-            f"from one of them elsewhere, with another --run-dir and --resume {path / 'checkpoints' / 'step-...'}"
-        )
-        raise RunDirUnusable(str(path), reason)
+    if _holds_checkpoints(path):
+        advice = _GO_ON.format(checkpoints=path / "checkpoints")
+        raise RunDirUnusable(str(path), f"it holds checkpoints, and no run.json that says of which run: {advice}")
     for name in _CONTENT:
         if (there := path / name).is_file() or (there.is_dir() and any(there.iterdir())):
             reason = f"it holds {name}, which no run has made and a run would write over; choose another --run-dir"

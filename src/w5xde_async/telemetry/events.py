@@ -227,7 +227,8 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailed(Event):
-    """No checkpoint of ``step`` could be written, the newest is of ``safe_step``. The run goes on and tries again."""
+    """No checkpoint of ``step`` could be written, the newest is of ``safe_step`` (0: the run's beginning; None: it is
+    not known, as where what was saved lies there no more). The run goes on and tries again."""
 
     step: int
     reason: str

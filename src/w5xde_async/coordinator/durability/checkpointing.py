@@ -110,7 +110,7 @@ class Checkpointing:
     @staticmethod
     async def _lies_there(store: CheckpointStore, step: int) -> bool:
         """Whether what was saved has not been deleted, or moved, with its directory."""
-        with suppress(StoreError):  # which says nothing of it
+        with suppress(StoreError, OSError):  # which says nothing of it
             return step in await asyncio.get_running_loop().run_in_executor(None, store.steps)
         return True
 
@@ -166,7 +166,8 @@ class Checkpointing:
             return
         except Exception as error:
             if lacks_memory(error):
-                self._put_off(step, StoreError(f"checkpoint {step}", f"cannot copy it: {in_one_line(error)}"), asked)
+                reason = StoreError(f"checkpoint {step}", f"cannot copy it: {in_one_line(error)}")
+                await self._put_off(store, step, reason, asked)
                 return
             # Whatever a state_dict() raises: no later checkpoint would fare better.
             what = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
@@ -183,7 +184,7 @@ class Checkpointing:
             self._training.phase.lifecycle.fail(error)
             return
         except StoreError as error:
-            self._put_off(step, error, asked)
+            await self._put_off(store, step, error, asked)
             return
         self.save_error, self._retry_s = None, 0.0
         self._saved_step, self._saved_version = max(self._saved_step, step), version
@@ -195,12 +196,14 @@ class Checkpointing:
             )
         )
 
-    def _put_off(self, step: int, error: StoreError, asked: bool) -> None:
+    async def _put_off(self, store: CheckpointStore, step: int, error: StoreError, asked: bool) -> None:
         """It is tried again later; said at once where somebody ``asked`` for it."""
         now = self._clock()
         self._retry_s = min(max(2 * self._retry_s, RETRY_S), REMIND_S)  # each attempt costs a copy
         self._retry_at = now + self._retry_s
         if asked or self.save_error is None or now >= self._remind_at:
             self._remind_at = now + REMIND_S
-            self._bus.publish(CheckpointFailed(step=step, reason=str(error), safe_step=max(self._saved_step, 0)))
+            stands = self._saved_step <= 0 or await self._lies_there(store, self._saved_step)
+            safe_step = max(self._saved_step, 0) if stands else None
+            self._bus.publish(CheckpointFailed(step=step, reason=str(error), safe_step=safe_step))
         self.save_error = error
