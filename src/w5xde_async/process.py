@@ -61,6 +61,11 @@ _NO_THREADS = (
     "this machine lets this process start no more threads: raise its limit of processes (ulimit -u, or the "
     "container's), or of memory (ulimit -v), which a thread's stack needs"
 )
+_NO_MEMORY = (
+    "this process has no room to load what it needs: {reason}; raise its limit of memory (ulimit -v, or the "
+    "container's), or free some"
+)
+_NO_ROOM = ("failed to map segment", "cannot allocate memory")  # in the words of the loader, of the system
 _FEW_FILES = (
     "this process may have {number} files and connections open (ulimit -Hn, or the container's limit), and needs "
     "{least}: raise that limit"
@@ -364,6 +369,8 @@ def launch(
             return code
         if isinstance(error, W5xdeError):
             return _fail(prog, error, as_json)
+        if (lacking := _lacks_memory(error)) is not None:
+            return _fail(prog, LocalError(_NO_MEMORY.format(reason=lacking)), as_json)
         if not _lacks_threads(error):
             raise
         if code is not None:  # the program had ended, and its loop wanted a thread to wait for others
@@ -400,6 +407,18 @@ def _lacks_threads(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return all(map(_lacks_threads, error.exceptions))
     return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+
+
+def _lacks_memory(error: BaseException) -> str | None:
+    """What the loader says of a library that it had no room for, in whatever words its importer has wrapped it."""
+    seen: BaseException | None = error
+    found: str | None = None  # the first cause says it most plainly
+    while seen is not None:
+        if isinstance(seen, ImportError | OSError):
+            lines = [line for line in str(seen).splitlines() if any(words in line.lower() for words in _NO_ROOM)]
+            found = lines[-1].strip()[:300] if lines else found
+        seen = seen.__cause__ or seen.__context__
+    return found
 
 
 def _end_with(line: int) -> None:

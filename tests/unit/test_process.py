@@ -413,6 +413,34 @@ def refuse(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    "reason",
+    ["libx.so: failed to map segment from shared object", "liby.so: cannot allocate memory for thread-local data"],
+)
+def test_a_library_that_there_is_no_room_for_is_named_in_one_line(launched: Any, reason: str, wrapped: bool) -> None:
+    async def body() -> int:
+        try:
+            raise ImportError(reason)
+        except ImportError as error:
+            if wrapped:
+                raise ImportError("IMPORTANT: read this\n\nfor many lines\n") from error
+            raise
+
+    code, said = launched(body)
+    assert code == ExitCode.ERROR
+    assert f"no room to load what it needs: {reason}; raise its limit of memory (ulimit -v" in said
+    assert "IMPORTANT" not in said
+
+
+def test_another_failed_import_is_shown_as_it_is(launched: Any) -> None:
+    async def body() -> int:
+        raise ImportError("no module of that name")
+
+    with pytest.raises(ImportError, match="no module of that name"):
+        launched(body)
+
+
 NO_THREADS = (
     "worker: this machine lets this process start no more threads: raise its limit of processes (ulimit -u, or the "
     "container's), or of memory (ulimit -v), which a thread's stack needs\n"
