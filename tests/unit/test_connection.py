@@ -23,6 +23,7 @@ from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import ComputedBlock
 from w5xde_async.compute.engine import Engine, LeafError
 from w5xde_async.errors import DeviceLost, IslandBroken, LinkLost, MalformedFrame, RemoteError, UsageError
+from w5xde_async.net.link import Received
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.parallel.engine import LoneLeafError
 from w5xde_async.params.flat import ResultVector, bytes_of
@@ -175,6 +176,28 @@ async def served(
         far.abort()
         await reading
         engine.close()
+
+
+async def test_a_coordinator_that_never_stops_talking_keeps_nothing_else_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What has been read ahead is there at once, and so is what comes meanwhile."""
+    said, turns = 0, 0
+
+    async def served_at_once(accept: Any) -> Received:
+        nonlocal said
+        said += 1
+        if said > 10_000:
+            return Received(Bye(ByeCode.FINISHED, ""), (), ())
+        return Received(Heartbeat("x"), (), ())
+
+    async with served() as coordinator:
+        monkeypatch.setattr(coordinator.connection, "_receive", served_at_once)
+        await coordinator.say(Heartbeat("from here on"))
+        while said <= 10_000:
+            turns += 1
+            await asyncio.sleep(0)
+    assert turns > 10
 
 
 @pytest.mark.parametrize("coded", [False, True])

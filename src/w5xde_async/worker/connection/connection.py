@@ -40,6 +40,7 @@ from w5xde_async.worker.hooks import WorkerHooks
 
 logger = logging.getLogger(__name__)
 
+_A_TURN = 256  # messages, after which whatever else there is to do has its turn
 _PARTING_S = 1.0  # for the last message to be sent
 _BLOCK_S = 5.0  # for a block to end that nobody needs: the run is finished, or this worker has no part in it
 _WORD_S = 2.0  # for the coordinator's last word, where ranks of an island cannot go on together
@@ -93,6 +94,7 @@ class Connection:
         self._on_failed = None if hooks is None else hooks.on_failed
         self._receive: Receive = link.recv if self._meter is None else self._meter.recv
         self._state = State.JOINING
+        self._num_frames = 0
         self._hearing = False  # whoever prepares waits for a message
         self._executor: LeaseExecutor | None = None
         self.leases: Leases | None = None  #: once it is ready for any
@@ -202,9 +204,16 @@ class Connection:
         """``_receive`` for whoever prepares. ``_beat`` heeds the coordinator's silence as long as it waits in here."""
         self._hearing = True
         try:
-            return await self._receive(accept)
+            return await self._next(accept)
         finally:
             self._hearing = False
+
+    async def _next(self, accept: Accept) -> Received:
+        """The next frame. They may come faster than they are read, and the program has signals to heed."""
+        self._num_frames += 1
+        if not self._num_frames % _A_TURN:
+            await asyncio.sleep(0)
+        return await self._receive(accept)
 
     def _failed(self, error: BaseException) -> None:
         """The compute thread broke off."""
@@ -244,7 +253,7 @@ class Connection:
             return leases.place(message, specs)
 
         while True:
-            message, specs, _ = await self._receive(accept)
+            message, specs, _ = await self._next(accept)
             if self._failure is not None and not self._may_be_the_end:
                 raise self._failure
             if type(message) is messages.Params:
