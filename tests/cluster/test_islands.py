@@ -224,6 +224,8 @@ async def test_who_makes_sums_in_another_way_than_the_first_worker_is_refused() 
         singles.append(single())
         coordinator.request_stop()
         result = await coordinator.wait()
+        for one in singles:  # they would wait for a coordinator that goes on
+            one.cancel()
         await asyncio.gather(*singles, return_exceptions=True)
     refused = [error for error in ended if isinstance(error, Refused) and error.code is RefusalCode.NUMERICS]
     assert refused

@@ -67,6 +67,7 @@ class Metered:
             capacity_bytes=1 << 20,
             exact=True,
             repeatable=True,
+            has_room=True,
             release=lambda vectors: None,
         )
         thread = ComputeThread(pool=None)  # type: ignore[arg-type]
