@@ -103,3 +103,11 @@ def test_one_more_costs_the_same_however_many_there_are(hosts: int) -> None:
         strangers.add(Watched("", host), 0.0)
     assert looked <= 2 * 4000
     assert len(strangers) == 1000
+
+
+@pytest.mark.parametrize(("now", "goes"), [(0.5, "a"), (1.5, "w")])
+def test_who_has_said_nothing_for_a_second_goes_first_however_few_they_are(now: float, goes: str) -> None:
+    strangers = Strangers(100, 8)
+    ones = come(strangers, *"abcdefg", says=True) + come(strangers, "w")
+    strangers.make_room("a", now)
+    assert [one.name for one in ones if one.closed] == [goes]
