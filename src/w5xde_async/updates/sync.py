@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from w5xde_async.plan.sampler import seed_for
 from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.updates.buffers import BufferState
 from w5xde_async.updates.flat_step import FlatStep
+from w5xde_async.updates.fused_step import FusedStep
 from w5xde_async.updates.on_device import OnDevice
 from w5xde_async.updates.own_code import has_hooks, is_foreign
 from w5xde_async.updates.untrained import Untrained
@@ -153,7 +154,12 @@ class SyncRule:
         self._drew, self._steady, self._seed = False, 0, seed
         self._beside = _beside_its_state(optimizer, tensors) if self._is_foreign else {}
         apart = self.is_elementwise and on_device is None
-        self._flat = FlatStep(optimizer, layout, state, self._parameters) if apart else None
+        # What makes its steps sooner than the optimizer itself.
+        self._flat: FlatStep | FusedStep | None = None
+        if apart and FusedStep.suits(optimizer, self._parameters):
+            self._flat = FusedStep(cast("torch.optim.Adam", optimizer), self._parameters)
+        elif apart:
+            self._flat = FlatStep(optimizer, layout, state, self._parameters)
         self._has_stepped = False
         self._trained = [b.index for b in layout.result_buckets if layout.groups[b.group].role == "grad"]  # buckets
         self._tensors = tensors
