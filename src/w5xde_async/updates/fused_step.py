@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from w5xde_async.params.flat import ResultVector
+from w5xde_async.updates.own_code import has_hooks
 
 
 @dataclass(slots=True)
@@ -57,6 +58,8 @@ class FusedStep:
             if self._last != now[0] or not self._build(now[0]):
                 return False
             self._for = now
+        if has_hooks(self._optimizer):  # since a little while: those that it had in the beginning are code of its own
+            return False
         return all(group["fused"] and not isinstance(group["lr"], Tensor) for group in self._optimizer.param_groups)
 
     def note_own_step(self, untouched: Collection[int]) -> None:
@@ -96,7 +99,7 @@ class FusedStep:
                 index, state = self._places.get(id(parameter)), self._optimizer.state.get(parameter)
                 if index is None or index in untouched:
                     continue
-                if not state or group["amsgrad"] and "max_exp_avg_sq" not in state:
+                if not state or (group["amsgrad"] and "max_exp_avg_sq" not in state):
                     return False
                 part.indices.append(index)
                 part.parameters.append(parameter)
