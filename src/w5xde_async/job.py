@@ -7,25 +7,27 @@ A job is data and callables; nothing here runs them but ``loss_of`` (the default
 from __future__ import annotations
 
 import copy
+import copyreg
 import difflib
 import dis
+import gc
 import hashlib
 import importlib
 import importlib.util
-import math
 import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Literal, TypeVar, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -44,7 +46,8 @@ StepFunction = Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Any]]]
 ENDLESS = 1_000_000_000
 
 _MOST_NESTED = 8  # attributes and containers, one in another, in which optimizers are looked for, and parts of a model
-_MOST_HELD = 1024  # by one container; parts of one object of a sample
+_MOST_HELD = 1024  # by one container; by what is not large
+_LARGE_BYTES = 1 << 20
 _MOST_UNREADABLE = 64  # of the first samples, for a look at a few
 _CONSTANT = {bool, bytes, float, int, str, type(None)}
 _LABELS = ("labels", "label", "targets", "target")
@@ -248,102 +251,138 @@ def may_change_samples(collate: Callable[[list[Any]], Any] | None) -> bool:
     return collate is not None and collate is not default_collate
 
 
-def collated(collate: Callable[[list[Any]], Any] | None, samples: Iterable[Any]) -> Any:
+def collated(
+    collate: Callable[[list[Any]], Any] | None, samples: Sequence[Any], numbers: Iterable[int] | None = None
+) -> Any:
     """A batch of samples that others read, too, or that are looked at again: a job's collate is given copies, where
-    there can be any."""
+    there can be any. ``numbers``: which of them are in it; None: all."""
     copies = may_change_samples(collate)
-    return (collate or default_collate)([copy_of_sample(sample) if copies else sample for sample in samples])
+    return (collate or default_collate)([
+        copy_among(samples, number) if copies else samples[number]
+        for number in (range(len(samples)) if numbers is None else numbers)
+    ])  # fmt: skip
 
 
-def copy_of_sample(sample: Any) -> Any:
+def copy_among(samples: Sequence[Any], number: int) -> Any:
+    """Of one of them, ``copy_of_sample`` beside one that lies far from it: neighbours may be made of the same."""
+    sample, other = samples[number], samples[(number + len(samples) // 2) % len(samples)]
+    return copy_of_sample(sample, None if other is sample else other)
+
+
+def copy_of_sample(sample: Any, beside: Any = None) -> Any:
     """Of its own values alone: of a row, ``deepcopy`` would copy the whole table. What cannot be copied is the same,
-    and so are those attributes of an object that have very many parts: a vocabulary or a tree that all samples have."""
+    and so is what is large and ``beside``, another sample, has in the same place: a vocabulary, or a tree, that all
+    samples have."""
     try:
         with _ViewsAlone():
-            return _copied(sample, _Copies())
+            return _copied(sample, beside, {})
+    except MemoryError:
+        raise
     except Exception:  # nested too deeply
         return sample
 
 
-class _Copies(dict[int, Any]):
-    """What was copied so far, by what it is a copy of: the memo of a deep copy, which looks here for each part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left: float = math.inf  # parts that may still be looked for
-
-    def get(self, of: int, default: Any = None) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise _TooManyParts
-        return super().get(of, default)
-
-    def whole(self, value: Any) -> Any:
-        """A deep copy. Raises _TooManyParts, and what copying its parts raises."""
-        begun, self.left = len(self), _MOST_HELD
-        try:
-            return copy.deepcopy(value, self)
-        except Exception:
-            while len(self) > begun:  # some of them are half made
-                self.popitem()
-            raise
-        finally:
-            self.left = math.inf
-
-
-class _TooManyParts(Exception):
-    pass
-
-
-def _copied(value: Any, copies: _Copies) -> Any:
+def _copied(value: Any, beside: Any, copies: dict[int, Any]) -> Any:
+    """``copies``: what was copied so far, by what it is a copy of: the memo of a deep copy."""
     kind = type(value)
-    if kind in _CONSTANT:
+    if kind in _CONSTANT or isinstance(value, type):
         return value
     if (made := copies.get(id(value))) is not None:
         return made
+    if value is beside and _is_large(value):
+        copies[id(value)] = value
+        return value
+    if type(beside) is not kind:
+        beside = None
     if _is_flat(value):  # tokens: looking at each once is enough
         made = value.copy()
     elif kind is dict:
         made = copies[id(value)] = {}  # before its parts: it may hold itself
         for key, part in value.items():
-            made[key] = _copied(part, copies)
+            made[key] = _copied(part, None if beside is None else beside.get(key), copies)
     elif kind is list:
         made = copies[id(value)] = []
-        for part in value:
-            made.append(_copied(part, copies))
+        for part, other in zip_longest(value, (beside or ())[: len(value)]):
+            made.append(_copied(part, other, copies))
     elif kind is tuple:
-        parts = tuple([_copied(part, copies) for part in value])
+        others = zip_longest(value, (beside or ())[: len(value)])
+        parts = tuple([_copied(part, other, copies) for part, other in others])
         made = copies.get(id(value), parts)  # a list in it may hold it
     else:
+        begun = len(copies)
         try:
-            made = copies.whole(value)
-        except _TooManyParts:
-            made = _copied_by_attribute(value, copies)
+            made = (_deep_copied if hasattr(kind, "__deepcopy__") else _remade)(value, beside, copies)
+        except MemoryError:
+            raise
         except Exception:
+            while len(copies) > begun:  # some of them are half made
+                copies.popitem()
             made = value
     copies[id(value)] = made
     return made
 
 
+def _deep_copied(value: Any, beside: Any, copies: dict[int, Any]) -> Any:
+    return copy.deepcopy(value, copies)
+
+
+def _remade(value: Any, beside: Any, copies: dict[int, Any]) -> Any:
+    """A copy of any other object, as ``deepcopy`` makes it: of what it says that it is made of (``__reduce_ex__``)."""
+    made_of = _made_of(value)
+    if made_of is None:
+        return value
+    (make, arguments), parts = made_of
+    of_other = None if beside is None else _made_of(beside)
+    (_, theirs), others = of_other or ((None, None), None)
+    copies.setdefault(id(copies), []).append(made_of)  # what copies are looked up by must not end before they do
+    made = copies[id(value)] = make(*_copied(arguments, theirs, copies))
+    state, items, pairs = _copied(parts, others, copies)
+    if parts[0] is value:  # its items are its attributes: ``self.__dict__ = self``
+        made.__dict__ = made
+    elif hasattr(made, "__setstate__") and state is not None:
+        made.__setstate__(state)
+    elif state is not None:
+        attributes, slots = state if isinstance(state, tuple) else (state, None)
+        if attributes:
+            vars(made).update(attributes)
+        for name, part in (slots or {}).items():
+            setattr(made, name, part)
+    for item in items:
+        made.append(item)
+    for key, part in pairs:
+        made[key] = part
+    return made
+
+
+def _made_of(value: Any) -> tuple[tuple[Any, Any], tuple[Any, list[Any], list[Any]]] | None:
+    """A function and its arguments; what is set, appended and laid by key in what that gives. None: of nothing."""
+    kind = type(value)
+    reduced = copyreg.dispatch_table[kind](value) if kind in copyreg.dispatch_table else value.__reduce_ex__(4)
+    if isinstance(reduced, str):
+        return None
+    make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
+    return (make, arguments), (state, list(items or ()), list(pairs or ()))
+
+
 def _is_flat(value: Any) -> bool:
-    """Whether it is a list or a dict, and has constants alone."""
+    """Whether it is a list, a set or a dict, and has constants alone."""
     if type(value) is dict:
         return _CONSTANT.issuperset(map(type, value.values()))
-    return type(value) is list and _CONSTANT.issuperset(map(type, value))
+    return type(value) in (list, set) and _CONSTANT.issuperset(map(type, value))
 
 
-def _copied_by_attribute(value: Any, copies: _Copies) -> Any:
-    try:
-        made = copy.copy(value)
-    except Exception:
-        return value
-    copies[id(value)] = made
-    attributes = getattr(made, "__dict__", {})
-    if attributes is not getattr(value, "__dict__", None):
-        for name, part in attributes.items():
-            with suppress(Exception):
-                attributes[name] = part.copy() if _is_flat(part) else copies.whole(part)
-    return made
+def _is_large(value: Any) -> bool:
+    """Whether it has many parts, or many bytes."""
+    seen, waiting = {id(value)}, [value]
+    while waiting and len(seen) <= _MOST_HELD:
+        one = waiting.pop()
+        if (one.nbytes if isinstance(one, Tensor | np.ndarray) else sys.getsizeof(one)) > _LARGE_BYTES:
+            return True
+        for part in gc.get_referents(one):
+            if id(part) not in seen and not isinstance(part, type | ModuleType | FunctionType):
+                seen.add(id(part))
+                waiting.append(part)
+    return bool(waiting)
 
 
 class _ViewsAlone(TorchFunctionMode):

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
+import pickle
 import re
 import sys
 import weakref
+from array import array
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, MethodType, SimpleNamespace
-from typing import Any
+from random import Random
+from types import FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from transformers import BatchEncoding
 
 from w5xde_async.errors import ExitCode, JobError
 from w5xde_async.job import (
@@ -26,6 +32,7 @@ from w5xde_async.job import (
     best_by,
     build_model,
     collated,
+    copy_among,
     copy_of_sample,
     load_job,
     loss_of,
@@ -607,21 +614,34 @@ def test_of_a_sample_with_a_table_that_all_have_its_own_values_alone_are_copied(
     class Record:
         def __init__(self, number: int) -> None:
             self.ids, self.x, self.boxes, self.tree, self.me = [number] * 5000, torch.ones(2), {1: [2]}, tree, self
+            self.table, self.words, self.none, self.own = table, words, none, Tree(10)
 
-    tree = Tree(10)
-    record = Record(3)
-    got = copy_of_sample([record])[0]
+    tree, table, words, none = Tree(10), torch.zeros(1 << 20), {number: str(number) for number in range(5000)}, [0] * 9
+    samples = [[Record(number)] for number in range(4)]
+    record, got = samples[0][0], copy_among(samples, 0)[0]
     assert got is not record
     assert got.me is got
-    assert got.tree is tree
-    for name in ("ids", "boxes"):
+    for name in ("tree", "table", "words"):
+        assert getattr(got, name) is getattr(record, name)
+    for name in ("ids", "boxes", "none"):
         assert getattr(got, name) == getattr(record, name)
         assert getattr(got, name) is not getattr(record, name)
     assert got.boxes[1] is not record.boxes[1]
     assert got.x is not record.x
+    assert got.own is not record.own
+    assert got.own.parts[0].parts[0] is not record.own.parts[0].parts[0]
     many = set(range(5000))
     assert copy_of_sample(many) == many
     assert copy_of_sample(many) is not many
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_what_some_samples_are_made_of_is_not_taken_for_what_all_have(number: int) -> None:
+    """Several made of one row, beside each other, and the same one again."""
+    rows = [list(range(3000)), list(range(4000))]
+    samples = [{"row": rows[0], "of": 0}, {"row": rows[0], "of": 1}, {"row": rows[1], "of": 0}, {"row": rows[1]}]
+    for among in (samples, samples[:1], [samples[number]] * 8):
+        assert copy_among(among, number % len(among))["row"] is not among[number % len(among)]["row"]
 
 
 def test_a_sample_that_is_copied_in_part_only_has_no_half_made_parts() -> None:
@@ -629,9 +649,137 @@ def test_a_sample_that_is_copied_in_part_only_has_no_half_made_parts() -> None:
     shared: dict[str, Any] = {"a": [1]}
     shared["open"] = (number for number in range(3))
     first, second = copy_of_sample([SimpleNamespace(held=shared), {"held": shared, "b": [2]}])
-    assert first.held is shared
-    assert second["held"] is not shared
+    assert first.held is second["held"] is not shared
     assert second["held"] == shared
+    row = [1]
+    stubborn = _Stubborn(row)
+    got = copy_of_sample([stubborn, row])
+    assert got[0] is stubborn
+    assert got[0].row is row is not got[1]
+    assert got[1] == [1]
+
+
+class _Stubborn:
+    """What it is made of can be copied, and it cannot."""
+
+    def __init__(self, row: list[int]) -> None:
+        self.row, self.me = row, self
+
+    def __setstate__(self, state: object) -> None:
+        raise TypeError
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class Plain:
+    first: Any
+    second: Any
+
+
+@dataclass(slots=True)
+class Slotted:
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    first: Any
+    second: Any
+
+
+class Row(list[Any]):
+    pass
+
+
+class Named(dict[str, Any]):
+    """``sample.first`` is ``sample["first"]``."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+def _generated(draw: Random, depth: int) -> Any:
+    """A sample, or a part of one, of one kind or another."""
+    many = draw.choice((0, 1, 3, 3, 3, 1100, 2000))
+    tokens = [draw.randrange(1000) for _ in range(many)]
+    if depth == 0 or draw.random() < 0.2:
+        return draw.choice([
+            lambda: tokens,
+            lambda: 7,
+            lambda: None,
+            lambda: bytearray(tokens[0] % 256 for _ in tokens),
+            lambda: array("q", tokens),
+            lambda: deque(tokens),
+            lambda: set(tokens),
+            lambda: Counter(tokens),
+            lambda: torch.tensor(tokens),
+            lambda: torch.arange(60.0).view(6, 10)[draw.randrange(6)],
+            lambda: np.array(tokens),
+            lambda: np.arange(60.0).reshape(6, 10)[draw.randrange(6)],
+            lambda: [[token, token] for token in tokens],
+            lambda: {str(token): [token] for token in tokens},
+            lambda: [Slotted(token, [token]) for token in tokens],
+        ])()  # fmt: skip
+    first, second = _generated(draw, depth - 1), _generated(draw, draw.randrange(depth))
+    return draw.choice([
+        lambda: (first, second),
+        lambda: [first, second],
+        lambda: {"first": first, "second": second},
+        lambda: Pair(first, second),
+        lambda: Plain(first, second),
+        lambda: Slotted(first, second),
+        lambda: Frozen(first, second),
+        lambda: Row([first, second]),
+        lambda: Named(first=first, second=second),
+        lambda: OrderedDict(first=first, second=second),
+        lambda: defaultdict(list, first=first, second=second),
+        lambda: UserDict(first=first, second=second),
+        lambda: UserList([first, second]),
+        lambda: BatchEncoding({"first": first, "second": second}),
+        lambda: deque([first, second]),
+        lambda: SimpleNamespace(first=first, second=second),
+        lambda: np.array([first, second, None], dtype=object),
+    ])()  # fmt: skip
+
+
+def _spoil(whole: object) -> None:
+    """Change all that can be reached from it."""
+    reached, waiting = {id(whole): whole}, [whole]
+    while waiting:
+        for part in gc.get_referents(waiting.pop()):
+            if id(part) not in reached and not isinstance(part, type | ModuleType | FunctionType):
+                reached[id(part)] = part
+                waiting.append(part)
+    for part in reached.values():
+        if isinstance(part, Tensor | np.ndarray):
+            part[...] = -1
+        elif isinstance(part, array):
+            part.append(-1)
+        elif hasattr(part, "clear"):
+            part.clear()
+        elif isinstance(part, Slotted):
+            part.first = part.second = -1
+        elif hasattr(part, "__dict__"):
+            vars(part).clear()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_a_collate_changes_of_its_copies_samples_are_what_they_were(seed: int) -> None:
+    draw = Random(seed)
+    samples = [_generated(draw, draw.randrange(1, 5)) for _ in range(4)]
+    before = pickle.dumps(samples)
+    collated(_spoil, samples)
+    assert pickle.dumps(samples) == before
+    got = [copy_among(samples, number) for number in range(4)]
+    for made, sample in zip(got, samples, strict=True):
+        assert type(made) is type(sample)
+        assert repr(made) == repr(sample)
 
 
 def test_only_a_collate_of_the_jobs_own_is_given_copies() -> None:

@@ -287,6 +287,30 @@ def test_a_collate_that_changes_its_samples_is_given_each_as_it_was_read(change:
     assert [sample["x"] for sample in StreamReader(made).read(range(40))] == [1] * 40
 
 
+@dataclass(slots=True)
+class Text:
+    tokens: list[int]
+    words: dict[str, int]
+
+
+def test_long_samples_are_given_as_they_were_read_and_what_all_have_is_not_copied() -> None:
+    words, seen = {str(number): number for number in range(2000)}, list[Text]()
+
+    def collate(texts: list[Text]) -> torch.Tensor:
+        seen.extend(texts)
+        for text in texts:
+            text.tokens.append(-1)
+        return torch.tensor([text.tokens[-3:] for text in texts])
+
+    reader = StreamReader(
+        job(Made(lambda: (Text([n] * 1500, words) for n in range(40))), collate=collate, shuffle=False)
+    )
+    for _ in range(2):
+        assert collate(reader.read(range(4))).tolist() == [[n, n, -1] for n in range(4)]
+    assert len(seen) > 8  # and for digests
+    assert all(text.words is words for text in seen)
+
+
 def test_a_record_that_cannot_be_decoded_is_one_sample() -> None:
     def decode(number: int) -> int:
         if number % 10 == 3:

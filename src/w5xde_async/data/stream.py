@@ -31,7 +31,7 @@ from typing import Any
 
 from w5xde_async.compute.batch import flatten, on_host
 from w5xde_async.errors import JobError, LeafFailed, headline, marked
-from w5xde_async.job import Job, collated, copy_of_sample, may_change_samples
+from w5xde_async.job import Job, collated, copy_among, may_change_samples
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.sampler import epoch_order, seed_for
 from w5xde_async.randomness import draws_random, random_state, seed_all
@@ -150,10 +150,11 @@ class StreamReader:
         """
         found = []
         for place in places:
-            sample = self._at(place)
-            if isinstance(sample, _Unreadable):
+            window = self._at(place)
+            number = place - window.place
+            if isinstance(sample := window.samples[number], _Unreadable):
                 raise marked(sample.error, AT_FAULT, place)
-            found.append(copy_of_sample(sample) if self._copies else sample)
+            found.append(copy_among(window.samples, number) if self._copies else sample)
         return found
 
     def mark(self, place: int) -> Mark:
@@ -184,13 +185,12 @@ class StreamReader:
 
     # -- windows -------------------------------------------------------------------------------------------
 
-    def _at(self, place: int) -> Any:
+    def _at(self, place: int) -> _Window:
         if place < (self._kept[0].place if self._kept else self._here.place):
             self._go(self.mark(place))
         while place >= self._here.place:
             self._advance()
-        window = next(window for window in reversed(self._kept) if window.place <= place)
-        return window.samples[place - window.place]
+        return next(window for window in reversed(self._kept) if window.place <= place)
 
     def _go(self, mark: Mark) -> None:
         self.close()
@@ -391,7 +391,7 @@ class StreamReader:
                     continue
                 try:
                     seed_all(0)
-                    structure, tensors = flatten(collated(self._collate, [samples[at]]))
+                    structure, tensors = flatten(collated(self._collate, samples, [at]))
                 except Exception:
                     return ""
                 digest.update(structure)
