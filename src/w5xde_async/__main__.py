@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from w5xde_async.errors import ExitCode
-from w5xde_async.process import note, tell
+from w5xde_async.process import imported, note, tell
 
 _USAGE = """\
 usage: w5xde coordinator JOB [options]
@@ -36,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from w5xde_async.status import main as status
     from w5xde_async.tune import main as tune
 
-    programs = {
+    programs: dict[str, Callable[..., int]] = {
         "coordinator": coordinator, "worker": worker, "status": status, "doctor": doctor, "predict": predict,
-        "memory": _memory, "tune": tune, "launch": launch,
+        "memory": partial(imported, "w5xde_async.memory"), "tune": tune, "launch": launch,
     }  # fmt: skip
     if given and given[0] in programs:
         return programs[given[0]](given[1:], prog=f"w5xde {given[0]}")
@@ -48,12 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return tell("w5xde", _USAGE)
     note(_USAGE.rstrip("\n"))
     return ExitCode.USAGE
-
-
-def _memory(arguments: Sequence[str], *, prog: str) -> int:
-    from w5xde_async.memory import main as memory  # it imports torch at once
-
-    return memory(arguments, prog=prog)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
+from collections.abc import Iterator
 from enum import IntEnum
 
 _TRACEBACK = "Traceback (most recent call last):"
@@ -350,6 +351,16 @@ def users_frames(told: str) -> str:
         if theirs:
             kept.append(line)
     return "".join(kept)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and what it came of as a traceback tells it, each once: ``raise error from error`` makes a ring."""
+    seen = set[int]()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__context__ if one.__cause__ is None and not one.__suppress_context__ else one.__cause__
 
 
 def in_one_line(error: BaseException) -> str:

@@ -8,6 +8,12 @@ so does a run, which chooses that size.) Exit codes are those of the other progr
 from __future__ import annotations
 
 import sys
+
+if __name__ == "__main__":  # before torch is imported, for which there may be no room
+    from w5xde_async.process import imported
+
+    sys.exit(imported("w5xde_async.memory", sys.argv[1:], prog="python -m w5xde_async.memory"))
+
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
@@ -407,7 +413,3 @@ def _asked(given: Namespace) -> str:
     if not survey.optimizer_known:
         text += "The optimizer's state is not known: it cannot be made, or cannot step, without values.\n"
     return text
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,9 +22,11 @@ import struct
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
@@ -38,6 +40,7 @@ from w5xde_async.errors import (
     UpdateFailed,
     UsageError,
     W5xdeError,
+    causes,
 )
 from w5xde_async.users_code import heard, take_stdin
 
@@ -367,10 +370,8 @@ def launch(
             _complain(prog, "stopped before it began", code, as_json)
             atexit.register(_ignore_signals)
             return code
-        if isinstance(error, W5xdeError):
-            return _fail(prog, error, as_json)
-        if (lacking := _lacks_memory(error)) is not None:
-            return _fail(prog, LocalError(_NO_MEMORY.format(reason=lacking)), as_json)
+        if (told := _told(error)) is not None:
+            return _fail(prog, told, as_json)
         if not _lacks_threads(error):
             raise
         if code is not None:  # the program had ended, and its loop wanted a thread to wait for others
@@ -383,16 +384,25 @@ def launch(
 
 
 def without_loop(prog: str, program: Callable[[], int]) -> int:
-    """Run a program that has no event loop and nothing to end in good order. The exit code."""
+    """Run a program that has no event loop and nothing to end in good order, and what it imports. The exit code."""
     _hold_standard_descriptors()
     try:
         return program()
     except Answer as answer:
         return tell(prog, f"{answer.text}\n")
-    except W5xdeError as error:
-        return _fail(prog, error, False)
     except KeyboardInterrupt:
         return ExitCode.OK
+    except Exception as error:
+        if (told := _told(error)) is None:
+            raise
+        return _fail(prog, told, False)
+
+
+def imported(name: str, arguments: Sequence[str], *, prog: str) -> int:
+    """Run the program of a module that imports torch at once. The exit code."""
+    from w5xde_async.telemetry import records, wording  # noqa: F401  # to say so where there is no room for it
+
+    return without_loop(prog, lambda: int(import_module(name).main(arguments, prog=prog)))
 
 
 def _fail(prog: str, error: W5xdeError, as_json: bool) -> int:
@@ -409,15 +419,30 @@ def _lacks_threads(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
 
 
-def _lacks_memory(error: BaseException) -> str | None:
-    """What the loader says of a library that it had no room for, in whatever words its importer has wrapped it."""
-    seen: BaseException | None = error
+def _told(error: Exception) -> W5xdeError | None:
+    """An error that says in a line what is wrong: one of this package's own, or of what there was no room to load."""
+    if isinstance(error, W5xdeError):
+        return error
+    reason = _lacks_memory(error)
+    return None if reason is None else LocalError(_NO_MEMORY.format(reason=reason))
+
+
+def _lacks_memory(error: Exception) -> str | None:
+    """What there was no room for while something was imported, in whatever words its importer has wrapped it."""
+    if not isinstance(error, ImportError) and not any(
+        frame.f_code.co_name == "<module>" or frame.f_code.co_filename.startswith("<frozen importlib")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ):
+        return None
     found: str | None = None  # the first cause says it most plainly
-    while seen is not None:
-        if isinstance(seen, ImportError | OSError):
-            lines = [line for line in str(seen).splitlines() if any(words in line.lower() for words in _NO_ROOM)]
-            found = lines[-1].strip()[:300] if lines else found
-        seen = seen.__cause__ or seen.__context__
+    for one in causes(error):
+        said = [line.strip() for line in str(one).splitlines() if any(words in line.lower() for words in _NO_ROOM)]
+        if isinstance(one, MemoryError):
+            found = str(one)[:300] or "MemoryError"
+        elif isinstance(one, ImportError | OSError) and said:
+            found = said[-1][:300]
+        if one.__cause__ is None and not isinstance(one, ImportError):  # what came before it has nothing to do with it
+            break
     return found
 
 

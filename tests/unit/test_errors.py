@@ -21,6 +21,7 @@ from w5xde_async.errors import (
     UpdateFailed,
     W5xdeError,
     _frames,
+    causes,
     headline,
     in_one_line,
     shortened,
@@ -40,6 +41,17 @@ def chained() -> None:
         json.loads("{")
     except ValueError as error:
         raise KeyError("labels") from error
+
+
+def test_what_an_error_came_of_is_told_once() -> None:
+    ring, last, hidden = ValueError("ring"), OSError("last"), OSError("hidden")
+    ring.__cause__ = ring
+    assert [*causes(ring)] == [ring]
+    first, second = KeyError("first"), KeyError("second")
+    first.__context__, second.__cause__, last.__cause__ = second, last, first
+    assert [*causes(first)] == [first, second, last]
+    hidden.__context__, hidden.__suppress_context__ = first, True
+    assert [*causes(hidden)] == [hidden]
 
 
 def deep(depth: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import gc
 import io
 import os
@@ -34,6 +35,7 @@ from w5xde_async.process import (
     _Echoes,
     _Ending,
     _ignore_signals,
+    imported,
     keeping_objects,
     launch,
     note,
@@ -439,6 +441,65 @@ def test_another_failed_import_is_shown_as_it_is(launched: Any) -> None:
 
     with pytest.raises(ImportError, match="no module of that name"):
         launched(body)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise MemoryError", "MemoryError"),
+        ("raise OSError('libx.so: cannot allocate memory')", "libx.so: cannot allocate memory"),
+        ("try: raise MemoryError('big')\nexcept MemoryError as e: raise RuntimeError('no x') from e", "big"),
+    ],
+)
+@pytest.mark.parametrize("looped", [False, True])
+def test_whatever_is_imported_without_room_for_it_is_one_line(
+    launched: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    source: str, reason: str, looped: bool,
+) -> None:  # fmt: skip
+    (tmp_path / "heavy.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def body() -> int:
+        import heavy  # type: ignore[import-not-found]
+
+        return int(heavy.main())
+
+    if looped:
+        code, said = launched(body)
+    else:
+        code, said = imported("heavy", [], prog="w5xde heavy"), capsys.readouterr().err
+    assert code == ExitCode.ERROR
+    assert said.splitlines()[1:] == []
+    assert f"no room to load what it needs: {reason}; raise its limit of memory (ulimit -v" in said
+
+
+def _falls_back() -> None:
+    try:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))  # as a cache that there is no room for
+    except OSError:
+        raise KeyError("typo")  # noqa: B904
+
+
+def _ring() -> None:
+    try:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    except OSError as error:
+        raise error from error
+
+
+def _large() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("fails", [_falls_back, _ring, _large])
+def test_what_fails_later_is_no_lack_of_room_to_load_something(launched: Any, fails: Callable[[], None]) -> None:
+    async def body() -> int:
+        fails()
+        return 0
+
+    with pytest.raises((KeyError, OSError, MemoryError)) as caught:
+        launched(body)
+    assert caught.traceback[-1].name == fails.__name__
 
 
 NO_THREADS = (

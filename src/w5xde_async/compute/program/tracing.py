@@ -48,7 +48,7 @@ from w5xde_async.compute.program.form import Document, Graph, Program, encode, p
 from w5xde_async.compute.program.interpreter import fits
 from w5xde_async.compute.program.program_job import ProgramStep, skeleton
 from w5xde_async.compute.program.switches import said_here
-from w5xde_async.errors import ProgramRefused
+from w5xde_async.errors import ProgramRefused, causes
 from w5xde_async.job import Job, StepFunction, collated, first_samples, step_function
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
@@ -496,15 +496,10 @@ def _trivial(guard: str) -> bool:
 
 def _where(error: BaseException) -> str:
     """The user's line that an error was raised under."""
-    frames: list[tuple[str, str]] = []
-    current: BaseException | None = error
-    while current is not None and not frames:
-        frames = [(frame.filename, str(frame.lineno)) for frame in traceback.extract_tb(current.__traceback__)]
-        found = users_line(frames)
-        if found:
+    for one in causes(error):
+        frames = [(frame.filename, str(frame.lineno)) for frame in traceback.extract_tb(one.__traceback__)]
+        if found := users_line(frames):
             return found
-        frames = []
-        current = current.__cause__ or current.__context__
     return ""
 
 
