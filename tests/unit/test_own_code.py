@@ -154,7 +154,49 @@ def counts_down(step: int) -> float:
     return rates[passed] * left
 
 
+def by_the_least(step: int) -> float:
+    rate = min(1.0, (step + 1) / WARMUP)
+    rate *= max(SETTINGS["floor"], 1 - step / 500)
+    for milestone in SETTINGS["milestones"]:
+        if step >= milestone:
+            rate *= 0.1
+    return rate
+
+
+def by_one_or_the_other(step: int) -> float:
+    rate = (step + 1) / WARMUP if step < WARMUP else 1.0
+    rate *= sum(step >= at for at in RATES)
+    first = RATES[0]
+    first *= rate
+    return first
+
+
+def warm(step: float) -> float:
+    return step / WARMUP if step < WARMUP else 1.0
+
+
+def cut(x: float, most: float = 1.0) -> float:
+    return max(0.0, min(most, x))
+
+
+def halved(step: int, times: int) -> float:
+    return step if times == 0 else halved(step, times - 1)
+
+
+def by_other_functions(step: int) -> float:
+    rate = warm(step)
+    rate *= len(RATES)
+    other = cut((step + 1) / WARMUP)
+    other *= 0.1
+    third = halved(step, 2)
+    third += 0.5
+    return rate + other + third
+
+
 COMPUTE: dict[str, Callable[[int], float]] = {
+    "by the least of two": by_the_least,
+    "by one or the other": by_one_or_the_other,
+    "by other functions of numbers": by_other_functions,
     "warm-up and cosine": warmed_up(3, 20),
     "warm-up and cosine by settings": by_settings,
     "by numpy and settings": by_numpy,
@@ -326,7 +368,69 @@ def by_another_name(step: int) -> float:
     return float(TABLE[0])
 
 
+def either(step: int, kept: list[float] = KEPT) -> Any:
+    return 1.0 if step < WARMUP else kept
+
+
+def deeper_down(value: Any, times: int) -> Any:
+    return value if times == 0 else deeper_down(value, times - 1)
+
+
+def first_given(*values: Any) -> Any:
+    return values[0]
+
+
+def from_the_second(step: int) -> Any:
+    first, second = 1.0, KEPT
+    return second if step else first
+
+
+def tried(step: int) -> Any:
+    try:
+        return 1.0 / step
+    except ZeroDivisionError:
+        return KEPT
+
+
+def adds_to_the_shorter(step: int) -> float:
+    found = min(HELD["kept"], [step], key=len)
+    found += [step]
+    return 0.9 ** len(found)
+
+
+def adds_to_a_sum(step: int) -> float:
+    found: Any = sum([], start=KEPT)  # type: ignore[call-overload]
+    found += [step]
+    return 0.9 ** len(found)
+
+
+def adds_to_one_or_the_other(step: int) -> float:
+    found: Any = [1.0] if step < WARMUP else KEPT
+    found += [step]
+    return 0.9 ** len(found)
+
+
+def adds_to_a_part(step: int) -> float:
+    found: Any = HELD["kept"]
+    found += [step]
+    return 0.9 ** len(found)
+
+
 KEEP_SOMETHING: dict[str, Callable[..., float]] = {
+    "adds to what one of two returns gives": adds_to(lambda: either(WARMUP)),
+    "adds to what is given further down": adds_to(lambda: deeper_down(KEPT, 2)),
+    "adds to the first of all": adds_to(lambda: first_given(KEPT)),
+    "adds to one of two that were stored": adds_to(lambda: from_the_second(1)),
+    "adds to what is there after an error": adds_to(lambda: tried(0)),
+    "adds to the shorter": adds_to_the_shorter,
+    "adds to a sum": adds_to_a_sum,
+    "adds to one or the other": adds_to_one_or_the_other,
+    "adds to a part": adds_to_a_part,
+    "into an array by a method's further place": lambda step: float(TABLE.cumsum(0, None, TABLE)[0]),  # type: ignore[arg-type]
+    "into an array by a method of a new one": lambda step: float((TABLE + 1).clip(0, 5, TABLE)[0]),
+    "into an array for what is no number": lambda step: float(np.nan_to_num(TABLE, False, float(step))[0]),
+    "in an array's own bytes": lambda step: float(TABLE.byteswap(True)[0]),
+    "in an array's order": lambda step: float(np.median(TABLE, overwrite_input=True)),
     "adds to the larger": adds_to_the_larger,
     "adds to what a table gives": adds_to_what_a_table_gives,
     "adds to what it called": adds_to_what_it_called,
