@@ -37,22 +37,32 @@ _ADVICE = {
 }
 
 
-#: What stands in the way, by what the system says of it.
+_FILE, _DIRECTORY = "a file stands where a directory is needed", "a directory stands where a file is needed"
+_NOWHERE = "a symbolic link that leads nowhere stands where a file or a directory is needed"
+#: What stands in the way, by what the system says of it, as far as it cannot be looked at.
 _IN_THE_WAY = {
-    errno.ENOTDIR: "a file stands where a directory is needed",
-    errno.EEXIST: "a file stands where a directory is needed",
-    errno.EISDIR: "a directory stands where a file is needed",
-    errno.ELOOP: "a symbolic link that leads nowhere stands where a file or a directory is needed",
+    errno.ENOTDIR: _FILE,
+    errno.EEXIST: "something of this name is there already",
+    errno.EISDIR: _DIRECTORY,
+    errno.ELOOP: _NOWHERE,
 }
 
 
 def explain(error: OSError) -> str:
     """What failed and what to do about it, on one line."""
-    if (what := _IN_THE_WAY.get(error.errno or 0)) is not None:
-        named = error.filename2 or error.filename
-        there = _nearest(Path(os.fsdecode(named))) if isinstance(named, str | bytes | Path) else None
+    number, named = error.errno or 0, error.filename2 or error.filename
+    there = _nearest(Path(os.fsdecode(named))) if isinstance(named, str | bytes | Path) else None
+    what = _IN_THE_WAY.get(number)
+    if there is not None and (what is not None or number == errno.ENOENT):
+        if not os.path.exists(there):
+            what = _NOWHERE
+        elif number == errno.EEXIST:
+            what = "a directory of this name is there already" if os.path.isdir(there) else _FILE
+        elif (number == errno.EISDIR) != os.path.isdir(there):  # it is in the way of another, or has gone meanwhile
+            there = None
+    if what is not None:
         return f"{what}{'' if there is None else f' ({there})'}; move it away, or choose another --run-dir"
-    return _ADVICE.get(error.errno or 0) or error.strerror or str(error)
+    return _ADVICE.get(number) or error.strerror or str(error)
 
 
 def _nearest(path: Path) -> Path | None:
