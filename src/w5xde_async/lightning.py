@@ -305,6 +305,9 @@ def _configured(model: Any, epoch_steps: int | None) -> tuple[torch.optim.Optimi
         return optimizer, None
     given = schedules[0] if isinstance(schedules[0], Mapping) else {"scheduler": schedules[0]}
     schedule, every = given["scheduler"], given.get("frequency", 1)
+    # One whose class has ``__slots__`` alone can be neither attached to nor put back to where it was.
+    own = hasattr(schedule, "__dict__")
+    need(own, f"a {type(schedule).__name__} as schedule", "give a torch.optim.lr_scheduler.LRScheduler")
     hint = "use a schedule of the step number"
     need(not isinstance(schedule, ReduceLROnPlateau), "ReduceLROnPlateau, which needs a metric", hint)
     if given.get("interval", "epoch") == "step":

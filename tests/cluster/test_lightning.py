@@ -377,9 +377,27 @@ def plateau(model: Any) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
 
 
+class Slotted:
+    __slots__ = ("optimizer",)
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def slotted(model: Any, interval: str = "step") -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": Slotted(optimizer), "interval": interval}}
+
+
+def slotted_each_epoch(model: Any) -> Any:
+    return slotted(model, "epoch")
+
+
 @pytest.mark.parametrize(
     ("words", "made"),
     [
+        ("gives a Slotted as schedule; give a torch", lambda pl: (trainer(pl), module(pl, slotted), loader())),
+        ("gives a Slotted as schedule", lambda pl: (trainer(pl), module(pl, slotted_each_epoch), loader())),
         ("optimizes by hand", lambda pl: (trainer(pl), by_hand(module(pl)), loader())),
         ("2 optimizers", lambda pl: (trainer(pl), module(pl, two), loader())),
         ("ReduceLROnPlateau", lambda pl: (trainer(pl), module(pl, plateau), loader())),
