@@ -641,7 +641,8 @@ def _write(stream: TextIO, text: str, *, last: bool) -> OSError | ValueError | N
     """As far as it can be; why it cannot be: nobody reads ("| head"), the disk is full, the job's code has closed it.
 
     ``last``: the program ends, or can do without. What the stream still holds is dropped, and what follows, for
-    Python's own end would have another code where it cannot be written.
+    Python's own end would have another code where it cannot be written; but not what follows where whoever reads is
+    only slow, and does not let it be waited for.
     """
     try:
         try:
@@ -652,6 +653,20 @@ def _write(stream: TextIO, text: str, *, last: bool) -> OSError | ValueError | N
     except (OSError, ValueError) as error:
         if last:
             with suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                _drop(stream, for_good=not isinstance(error, BlockingIOError))
         return error
     return None
+
+
+def _drop(stream: TextIO, *, for_good: bool) -> None:
+    """What a stream holds; ``for_good``: and what will be written to it."""
+    descriptor, nowhere = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+    kept = os.dup(descriptor)
+    try:
+        os.dup2(nowhere, descriptor)
+        stream.flush()
+    finally:
+        if not for_good:
+            os.dup2(kept, descriptor)
+        os.close(kept)
+        os.close(nowhere)

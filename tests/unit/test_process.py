@@ -626,6 +626,23 @@ def test_output_that_nobody_reads_or_can_write_ends_no_program_twice(
     note("d")
 
 
+def test_a_note_that_whoever_reads_is_too_slow_for_costs_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that another process has made non-blocking, and that is full."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    with os.fdopen(reading, "rb", buffering=0) as read, os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr("sys.stderr", pipe)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writing, bytes(1 << 12))
+        note("lost")
+        while read.read(1 << 16):
+            pass
+        note("heard")
+        assert read.read(1 << 16) == b"heard\n"
+
+
 def test_what_is_told_is_told_in_what_the_stream_can_write(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
