@@ -44,6 +44,19 @@ def test_a_job_that_says_it_is_left_alone() -> None:
     assert with_leaf_size(given, build_model(given)) == (given, "", 0)
 
 
+def test_what_all_samples_have_is_not_copied_for_it() -> None:
+    words, seen = {number: str(number) for number in range(5000)}, list[Any]()
+
+    def collate(samples: list[Any]) -> Any:
+        seen.extend(samples)
+        return torch.stack([x for x, _, _ in samples]), torch.tensor([label for _, label, _ in samples])
+
+    given = job(square(8, 1), 8, dataset=[(torch.randn(8), number % 4, words) for number in range(64)], collate=collate)
+    assert with_leaf_size(given, build_model(given))[2]
+    assert {id(found) for _, _, found in seen} == {id(words)}
+    assert len({id(x) for x, _, _ in seen}) == len(seen) > 1
+
+
 @pytest.mark.parametrize(("layers", "expected"), [(1, 2), (10, 2), (16, 3), (32, 6), (64, 8)])
 def test_leaves_follow_from_the_arithmetic(layers: int, expected: int) -> None:
     rows = TensorDataset(torch.randn(128, 16, 256), torch.randint(0, 4, (128,)))

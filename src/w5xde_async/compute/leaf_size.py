@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import map_tensors
 from w5xde_async.compute.flops import count_step
-from w5xde_async.job import Job, build_model, collated, first_samples, replica_of, step_function
+from w5xde_async.job import Job, build_model, collated, first_samples, may_change_samples, replica_of, step_function
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import users_code
 
@@ -103,10 +103,11 @@ def _gone(_: None) -> Tensor:
 
 
 def _probe(job: Job) -> Any:
-    """A batch of the dataset's first sample, as often as is needed: reading may be slow, and a second tells no more."""
+    """A batch of the dataset's first sample, as often as is needed: reading may be slow, and a second tells no more but
+    what all samples have, of which no copies are needed."""
     if type(job.dataset) is TensorDataset and job.collate is None:
         return tuple(torch.cat([tensor[:1]] * _PROBED) for tensor in job.dataset.tensors)
-    return collated(job.collate, first_samples(job, 1) * _PROBED)
+    return collated(job.collate, first_samples(job, 1 + may_change_samples(job.collate)), [0] * _PROBED)
 
 
 def _without_memory(model: nn.Module) -> dict[int, Any]:

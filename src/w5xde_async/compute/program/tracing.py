@@ -145,7 +145,7 @@ def probe_batches(job: Job, sizes: Sequence[int]) -> list[Any]:
     if type(job.dataset) is TensorDataset and job.collate is None:  # gathered, as the loader does it
         return [tuple(tensor[:size] for tensor in job.dataset.tensors) for size in sizes]
     samples = first_samples(job, max(sizes))
-    return [collated(job.collate, samples[:size]) for size in sizes]
+    return [collated(job.collate, samples, range(size)) for size in sizes]
 
 
 def trace_job(job: Job, model: nn.Module, layout: Layout) -> Document:
