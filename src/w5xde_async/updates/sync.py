@@ -246,6 +246,10 @@ class SyncRule:
             both = zip(root.buckets, lie, strict=True)
             sums = [those[0] if len(those) == 1 else add_into(own, those) for own, those in both]
             gradients, squares = self.on_device.vector, self.on_device.divide(sums, present, divisor)
+        if self._flat is not None and has_hooks(self.optimizer):
+            # Since a little while: those that it had in the beginning are code of its own. They hear of its own steps.
+            self._flat.forget()
+            self._flat = None
         flat = self._flat is not None and self._flat.ready(untouched)
         for index, parameter in self._parameters if self.clip is not None or not flat else ():
             gradient = gradients.gradients[index]
@@ -286,7 +290,7 @@ class SyncRule:
         if not flat or self.clip is not None:
             self._forget_gradients()
         if self._flat is not None and not flat:
-            self._flat.note_own_step(untouched)
+            self._flat.note_own_step()
         if self._untrained is not None:
             changed.extend(index for index in self._untrained.changed() if index not in changed)
         if self.on_device is not None:
