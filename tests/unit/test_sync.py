@@ -358,6 +358,42 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float, clip: floa
     assert all(parameter.grad is None for parameter in bench.model.parameters())
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("size", [1e20, 3e38])
+def test_a_gradient_whose_squares_are_beyond_float32_is_finite(size: float, clip: float | None) -> None:
+    bench = Bench(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-2), gradient_clip_val=clip)
+    before = {name: tensor.detach().clone().double() for name, tensor in bench.model.named_parameters()}
+    sums = {name: gradient.sign() * size for name, gradient in gradients(0).items()}
+    norm = math.sqrt(sum(value.numel() for value in sums.values())) * size
+    applied = bench.apply(sums, samples=1)
+    assert not applied.skipped
+    assert applied.gradient_norm == pytest.approx(norm, rel=1e-2)
+    by = 1e-2 * (1.0 if clip is None else clip / norm)
+    for name, tensor in bench.model.named_parameters():
+        if name in sums:
+            expected = before[name] - by * sums[name].double()
+            assert torch.allclose(tensor.double(), expected, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_gradient_that_is_finite_in_float16_though_its_norm_is_not(clip: float | None) -> None:
+    """That is clipped; one that is not finite there skips the step."""
+    model = nn.Linear(8, 8, bias=False).half()
+    layout = Layout.of(model)
+    state = FlatState(layout)
+    state.copy_from(model)
+    state.adopt(model)
+    rule = SyncRule(list(model.parameters()), layout, state, torch.optim.SGD(model.parameters(), lr=1e-3), clip=clip)
+    root, before = ResultVector(layout), model.weight.detach().clone()
+    for size, skips in ((6e4, False), (7e4, True)):
+        root.buckets[0].fill_(size)
+        applied = rule.apply(root, [True], 1, set())
+        assert applied.skipped == skips
+        assert applied.gradient_norm == pytest.approx(8 * size)
+        expected = before - (60.0 if clip is None else 1e-3 / 8)
+        assert torch.allclose(model.weight, expected, rtol=1e-2)
+
+
 def test_fp16_scales_backs_off_and_grows() -> None:
     bench, twin = Bench(precision="fp16"), Bench()
     first = LossScale.of_sums(job().batch_size).value

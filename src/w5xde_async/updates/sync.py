@@ -44,6 +44,8 @@ from w5xde_async.users_code import users_code
 
 _STEADY_STEPS = 64
 _MOST_TOLD = 64  # things in a container that are looked at
+# Norms that torch's clipping can find, in each type, and gradients of which have no element that it lacks.
+_MOST_NORMS = {torch.float32: 1e19, torch.bfloat16: 1e19, torch.float16: 6e4}
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 _ELEMENTWISE = (
     *_FUSED, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
@@ -160,6 +162,7 @@ class SyncRule:
             self._flat = FusedStep(cast("torch.optim.Adam", optimizer), self._parameters)
         elif apart:
             self._flat = FlatStep(optimizer, layout, state, self._parameters)
+        self._most_norm = min((_MOST_NORMS.get(p.dtype, math.inf) for _, p in self._parameters), default=math.inf)
         self._has_stepped = False
         self._trained = [b.index for b in layout.result_buckets if layout.groups[b.group].role == "grad"]  # buckets
         self._tensors = tensors
@@ -260,8 +263,8 @@ class SyncRule:
                 parameter.grad = gradient.to(parameter.dtype, copy=True)
             else:
                 parameter.grad = gradient if parameter.dtype is torch.float32 else gradient.to(parameter.dtype)
-        norm = self._norm(gradients, squares)
-        finite = math.isfinite(norm) and (flat or self._fits())
+        norm = self._norm(squares)
+        finite = math.isfinite(norm) and (flat or self._fits(norm))
         if self.scale is not None:
             self.scale.update(finite=finite)
         if not finite:
@@ -441,25 +444,28 @@ class SyncRule:
                 place.copy_(parameter)
                 parameter.data = place
 
-    def _fits(self) -> bool:
-        """Whether gradients of float16 parameters are still finite in float16, whose range is the smaller one."""
-        narrow = [p.grad for _, p in self._parameters if p.dtype == torch.float16 and p.grad is not None]
-        return all(bool(torch.isfinite(gradient).all()) for gradient in narrow)
+    def _fits(self, norm: float) -> bool:
+        """Whether gradients of this norm are still finite in the type of their parameters, whose range may be smaller
+        than theirs."""
+        return norm < self._most_norm or all(
+            parameter.grad is None or bool(torch.isfinite(parameter.grad).all()) for _, parameter in self._parameters
+        )
 
-    def _norm(self, root: ResultVector, squares: float) -> float:
+    def _norm(self, squares: float) -> float:
         """The gradient's, whose square is ``squares``; clipped, where that is asked for."""
-        if self._across is not None:
-            # In float64, where it makes next to no difference that shards are added and not parameters.
-            norm = math.sqrt(self._across(squares))
-            if self.clip is not None and math.isfinite(norm):
-                factor = min(1.0, self.clip / (norm + 1e-6))  # as ``clip_grad_norm_``
-                for group in self.layout.groups:
-                    if group.role == "grad":
-                        root.group(group.index).mul_(factor)
+        norm = math.sqrt(squares if self._across is None else self._across(squares))
+        if self.clip is None or not math.isfinite(norm):
             return norm
-        if self.clip is not None:
+        if self._across is None and norm < self._most_norm:
             return float(nn.utils.clip_grad_norm_([p for _, p in self._parameters], self.clip))
-        return math.sqrt(squares)
+        # In float64, where it makes next to no difference that shards are added and not parameters.
+        factor = min(1.0, self.clip / (norm + 1e-6))  # as ``clip_grad_norm_``
+        parts = (factor,) if norm < 2.0**64 else (2.0**-64, factor * 2.0**64)  # float32 may have no number so small
+        for _, parameter in self._parameters:
+            if parameter.grad is not None:
+                for part in parts:
+                    parameter.grad.mul_(part)
+        return norm
 
     def _forget_gradients(self) -> None:
         for _, parameter in self._parameters:

@@ -75,23 +75,13 @@ def weighed(piece: Tensor, role: str) -> tuple[float, Tensor | None]:
     if math.isfinite(norm):
         return norm, None
     known = torch.isfinite(piece)
-    if bool(known.all()):
-        return _norm(piece), None
-    return (math.inf if role == "grad" else _norm(piece.where(known, 0.0))), ~known
+    return (math.inf if role == "grad" else l2_norm(piece.where(known, 0.0))), ~known
 
 
 def _terms(a: Tensor, b: Tensor, *, equal: bool) -> tuple[float, float, float]:
     """|a|^2, |b|^2 and |a-b|^2."""
-    length = _norm(a) ** 2
-    return (length, length, 0.0) if equal else (length, _norm(b) ** 2, _norm(a - b) ** 2)
-
-
-def _norm(values: Tensor) -> float:
-    """Not finite where an element is not, and there alone."""
-    norm = l2_norm(values)
-    if not math.isfinite(norm):  # or values are over 1e19, whose squares are none in float32
-        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
-    return norm
+    length = l2_norm(a) ** 2
+    return (length, length, 0.0) if equal else (length, l2_norm(b) ** 2, l2_norm(a - b) ** 2)
 
 
 def _ratio(gap: float, length: float) -> float:
