@@ -551,6 +551,7 @@ def foreign(module: nn.Module) -> torch.optim.Optimizer:
         ({"optimizer": lambda module: torch.optim.LBFGS(module.parameters())}, "LBFGS"),
         ({"optimizer": lambda module: 3}, "returned int"),
         ({"optimizer": foreign}, "not the model's"),
+        ({"optimizer": lambda module: torch.optim.SGD(module.parameters(), fused=True)}, "fused SGD.*leave out fused"),
         ({"scheduler": plateau}, "ReduceLROnPlateau"),
         ({"scheduler": lambda optimizer: "cosine"}, "returned str"),
     ],
@@ -559,6 +560,20 @@ def foreign(module: nn.Module) -> torch.optim.Optimizer:
 def test_what_cannot_work_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(JobError, match=words):
         Bench(**change)
+
+
+def test_a_fused_optimizer_is_for_float32(device: torch.device | None) -> None:
+    """Torch's SGD is wrong with others."""
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    bench = Bench(optimizer=lambda model: sgd(model.parameters()))
+    assert bench.rule.fused_form == ""
+    Bench(optimizer=lambda model: torch.optim.AdamW(model.parameters(), fused=True))
+    model = nn.Linear(3, 3)
+    layout = Layout.of(model)
+    state = FlatState(layout)
+    state.adopt(model)
+    rule = SyncRule(list(model.parameters()), layout, state, sgd(model.parameters()))
+    assert rule.fused_form == "SGD(..., fused=True)"
 
 
 def test_an_optimizer_function_may_make_a_schedule_too() -> None:

@@ -46,6 +46,7 @@ _STEADY_STEPS = 64
 _MOST_TOLD = 64  # things in a container that are looked at
 # Norms that torch's clipping can find, in each type, and gradients of which have no element that it lacks.
 _MOST_NORMS = {torch.float32: 1e19, torch.bfloat16: 1e19, torch.float16: 6e4}
+_HALF = (torch.float16, torch.bfloat16)
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 _ELEMENTWISE = (
     *_FUSED, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
@@ -223,6 +224,8 @@ class SyncRule:
         made = self.optimizer
         if self.on_device is not None or self._untrained is not None:
             return ""
+        if any(parameter.dtype is not torch.float32 for _, parameter in self._parameters):
+            return ""  # of other types not every fused step is right: ``_check_fused``
         open_to_choice = all(group.get("fused", False) is None and not group["foreach"] for group in made.param_groups)
         return f"{type(made).__name__}(..., fused=True)" if type(made) in _FUSED and open_to_choice else ""
 
@@ -597,7 +600,20 @@ def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     known = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) not in known for group in made.param_groups for parameter in group["params"]):
         raise JobError("optimizer", "holds a parameter that is not the model's", "make it from model.parameters()")
+    _check_fused(made)
     return made
+
+
+def _check_fused(made: torch.optim.Optimizer) -> None:
+    """Torch's fused SGD adds the wrong gradients to parameters in half precision on the CPU (seen with torch 2.13)."""
+    for group in made.param_groups if isinstance(made, torch.optim.SGD) else ():
+        for parameter in group["params"] if group.get("fused") else ():
+            if parameter.requires_grad and parameter.device.type == "cpu" and parameter.dtype in _HALF:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise JobError(
+                    "optimizer", f"torch's fused SGD updates {dtype} parameters wrongly on the CPU",
+                    "leave out fused=True, or keep the parameters float32 (precision='bf16' computes in bfloat16)",
+                )  # fmt: skip
 
 
 def _written(given: object, kind: type, otherwise: str) -> str:
