@@ -104,19 +104,26 @@ class CoordinatorSettings(Program):
 
     def worker_devices(self) -> tuple[str, ...]:
         """What the environment or the [worker] table says of local workers' device; empty: they are dealt out."""
-        given = ("--server", "localhost", *(() if self.config is None else ("--config", str(self.config))))
-        device = str(read(WorkerSettings, given, prog="")[0].values["device"])
+        device = str(self._of_workers().values["device"])
         return () if device == "auto" else (device,)
 
+    def _of_workers(self) -> WorkerSettings:
+        """What local workers read of their settings beside their arguments. Raises UsageError."""
+        given = ("--server", "localhost", *(() if self.config is None else ("--config", str(self.config))))
+        return read(WorkerSettings, given, prog="")[0]
+
     def coordinator_config(self, token: str) -> CoordinatorConfig:
-        """Raises UsageError (a host off loopback without a token)."""
+        """Raises UsageError (a host off loopback without a token, settings of local workers that do not hold)."""
         most = self.values["max_workers"]
         need(self.workers <= most, f"--workers {self.workers} is more than --max-workers {most}")
         more: dict[str, Any] = {} if self.dashboard else {"dashboard": ""}
         if self.values["update"] == "auto":
             more |= {"auto": True, "update": self.make(UpdateConfig, rule="sync")}
         config = self.make(CoordinatorConfig, token=token, **more)
-        return config.with_own_workers() if self.workers else config
+        if not self.workers:
+            return config
+        told = self._of_workers()
+        return config if told.island or told.island_member else config.with_own_workers()
 
     def without_effect(self) -> str:
         """One line on what was given and the update rule does not use; "" where there is nothing to say.

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from w5xde_async.cluster.worker_processes import may_be_islands
 from w5xde_async.config import PATH, one_of
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run.prediction import Prediction, predict
@@ -135,7 +136,7 @@ class Orchestrator:
             dashboard=self._dashboard,
             island=config.island_of_all if self.mode == "local" else None,
         )
-        if self.mode == "local" and not config.island_of_all:
+        if self.mode == "local" and not config.island_of_all and not may_be_islands():
             settings = settings.with_own_workers()
         ended = block_on(
             lambda: self._train(job, settings), instead="w5xde_async.Coordinator", words=WORDS, serves=True
