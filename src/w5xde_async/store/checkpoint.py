@@ -182,6 +182,12 @@ class CheckpointStore:
                 return dict(meta) if isinstance(meta, dict) else {}
         return {}
 
+    def newest_term(self, run_id: str) -> int:
+        """The newest term of a run that a record names, an abandoned one too; 0: none does."""
+        metas = [self.meta(path) for path in self._directory.glob("*step-*")]
+        terms = [meta.get("term") for meta in metas if meta.get("run_id") == run_id]
+        return max((term for term in terms if isinstance(term, int)), default=0)
+
     def holds(self, path: Path) -> bool:
         """Whether a record at ``path`` is one of this store's, which ``latest`` may give (an abandoned one is not)."""
         return path.resolve() in [known.resolve() for known in self._paths()]

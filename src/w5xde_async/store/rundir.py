@@ -22,6 +22,7 @@ from typing import IO, BinaryIO
 from torch import Tensor, nn
 
 from w5xde_async.errors import ExitCode, RunDirBusy, StoreError
+from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.filesystem import (
     FencedFilesystem,
@@ -33,6 +34,7 @@ from w5xde_async.store.filesystem import (
     regular,
     replace_file,
 )
+from w5xde_async.store.journal import newest_term
 from w5xde_async.store.tensors import write_tensors
 from w5xde_async.store.toml import to_toml
 
@@ -103,6 +105,7 @@ class RunDir:
         #: Called, by any thread, when the directory was made anew while the run goes on.
         self.on_made_anew: Callable[[], None] = lambda: None
         self._filesystem = filesystem
+        self._superseded = ""  # by whom: for good, whatever lies there later
         # What lies there of a run that was set aside has been written since, by who does not know that: it is no run's.
         self.resumes = resume and (path / _IDENTITY).exists()
         self.run_id, self.term = self._read_identity() if self.resumes else (new_run_id(), 0)
@@ -207,27 +210,44 @@ class RunDir:
         return run_id, term
 
     def _check_term(self) -> None:
+        if self._superseded:
+            raise Superseded(str(self.path), self._superseded)
         try:
-            run_id, stored = self._read_identity()
-        except FileNotFoundError:
-            self._make_anew()
-            return
-        except _Damaged:
-            run_id, stored = self._mended_identity()
-        if run_id != self.run_id:
-            raise Superseded(str(self.path), "another run has begun there")
-        if stored > self.term:
-            reason = f"a coordinator of term {stored} has taken the run over; this one is of term {self.term}"
+            try:
+                run_id, stored = self._read_identity()
+            except FileNotFoundError:
+                self._make_anew()
+                return
+            except _Damaged:
+                run_id, stored = self._mended_identity()
+            if run_id != self.run_id:
+                raise Superseded(str(self.path), "another run has begun there")
+            self._require_newest(stored)
+        except Superseded as error:
+            self._superseded = error.reason
+            raise
+
+    def _require_newest(self, term: int) -> None:
+        """Raises Superseded where this is later than ours."""
+        if term > self.term:
+            reason = f"a coordinator of term {term} has taken the run over; this one is of term {self.term}"
             raise Superseded(str(self.path), reason)
 
+    def _require_newest_of_files(self) -> None:
+        """As run.json says nothing: it would be ours from here on. Raises Superseded."""
+        self._require_newest(CheckpointStore(self.checkpoints_path).newest_term(self.run_id))
+        self._require_newest(newest_term(self.journal_path, self.run_id))
+
     def _mended_identity(self) -> tuple[str, int]:
-        """It cannot be read, and this process has the directory: who takes a run over leaves no half a file."""
+        """It cannot be read, and this process has the directory: who takes a run over leaves no half a file. Raises
+        Superseded where another coordinator has the directory too, on a machine that our lock does not reach."""
         with self._making:
             try:
                 return self._read_identity()  # another thread was here first
             except _Damaged as error:
                 if self._lock is None or not is_at(self._lock, self.path / _LOCK):
                     raise
+                self._require_newest_of_files()
                 logger.warning("%s is written anew, while the run goes on: it was damaged reason=%s",
                                self.path / _IDENTITY, error.__cause__)  # fmt: skip
             self._write_identity()
@@ -239,6 +259,7 @@ class RunDir:
         with self._making:
             if (self.path / _IDENTITY).exists():
                 return  # another thread was here first
+            self._require_newest_of_files()
             logger.warning("the run directory was deleted or moved, and is made anew path=%s", self.path)
             self._filesystem.make_directories(self.path)
             if self._lock is not None and not is_at(self._lock, self.path / _LOCK):
