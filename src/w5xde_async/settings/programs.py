@@ -11,7 +11,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from w5xde_async.compute.machine import usable_cores
-from w5xde_async.config import MOST_NAMED, NAME, PATH, THREADS, TIME, YES_OR_NO, one_of, same_as, setting, text, whole
+from w5xde_async.config import (
+    MOST_NAMED,
+    NAME,
+    PATH,
+    THREADS,
+    TIME,
+    YES_OR_NO,
+    one_of,
+    path_or,
+    same_as,
+    setting,
+    text,
+    whole,
+)
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError, need, utf8
 from w5xde_async.net.endpoint import parse_address
@@ -34,7 +47,7 @@ Exit codes: 0 finished or stopped in good order, 1 error, 2 wrong usage or job,
 7 device lost, 8 island lost, 75 told to leave before the end (worker: SIGTERM,
 SIGUSR1, a notice), 130 second Ctrl-C or SIGTERM."""
 _CLOUD = r"off|auto|(aws|gcp|azure)(=http://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,4}|:[1-5]\d{4}|:6[0-4]\d{3})?(/\S*)?)?"
-_JOB = text("FILE.py:NAME or MODULE:NAME", "JOB")
+_JOB = path_or(text("FILE.py:NAME or MODULE:NAME", "JOB"))
 #: The run's files name it, and it names the run.
 _RUN_DIR = PATH._replace(
     accepts="a path, in UTF-8", metavar="DIR", holds=lambda value: PATH.holds(value) and utf8(str(value)) == str(value)
