@@ -515,6 +515,16 @@ def test_off_a_terminal_and_in_verbose_mode_they_are_in_the_line() -> None:
     assert "step 7  loss 0.5000  accuracy 0.9712  bad" in Shown(mode="verbose")(START, step(7, metrics=metrics))
 
 
+def test_a_metric_with_the_name_of_a_number_of_the_runs_own_is_told_apart():
+    metrics = {"loss": 123.0, "step": 2.0}
+    told = Shown(terminal=True, columns=160, color=False)(START, step(7, metrics=metrics))
+    assert "loss 0.5000 · metric loss 123.0000 · metric step 2.0000" in told
+    told = Shown(mode="verbose")(START, step(7, metrics=metrics))
+    assert "step 7  loss 0.5000  metric loss 123.0000  metric step 2.0000  lr" in told
+    told = Shown()(START, replace(FINISHED, metrics={"loss": 0.25}))
+    assert "\n  metric loss  0.2500\n" in told
+
+
 def test_the_best_evaluation_is_said_at_once_and_at_the_end() -> None:
     shown = Shown()
     shown(START)
