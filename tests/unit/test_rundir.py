@@ -360,6 +360,9 @@ def test_what_stands_in_the_way_is_named(tmp_path: Path) -> None:
     (path / ".lock").rmdir()
     (path / ".lock").symlink_to(path / ".lock")
     assert f"stands where a file or a directory is needed ({path / '.lock'}); move" in unusable(path)
+    (path / ".lock").unlink()
+    (path / ".lock").symlink_to(path / "nowhere" / "lock")
+    assert f"{path / '.lock'} is a symbolic link that leads nowhere; remove it" in unusable(path)
     file = tmp_path / "file"
     file.write_text("")
     assert f"a file stands where a directory is needed ({file}); move it away" in unusable(file / "x" / "y")

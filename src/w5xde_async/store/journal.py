@@ -239,8 +239,10 @@ class Journal:
 
     def _read_header(self, path: Path) -> _Segment:
         content, nbytes = _header(path)
-        if content["run_id"] != self._run_id or content["fingerprint"] != self._fingerprint:
-            raise self._corrupt(path, "it belongs to another run or another model")
+        if content["run_id"] != self._run_id:
+            raise self._corrupt(path, f"it belongs to run {content['run_id']}, and this is run {self._run_id}")
+        if content["fingerprint"] != self._fingerprint:
+            raise self._corrupt(path, "it belongs to another model")
         if _SEGMENT.fullmatch(path.name) and content["sequence"] != _sequence(path):
             raise self._corrupt(path, f"it is segment {content['sequence']} under another name")
         return _Segment(

@@ -91,6 +91,7 @@ class RunDir:
         new_run_id: Callable[[], str],
     ) -> None:
         self.path = path
+        self.identity_path = path / _IDENTITY
         self.config_path = path / "config.toml"
         self.metrics_path = path / "metrics.jsonl"
         self.plot_path = path / "loss.png"
@@ -281,6 +282,15 @@ class RunDir:
         replace_file(self._filesystem, identity, lambda file: self._filesystem.write(file, content))
 
 
+def kept_run_id(path: Path) -> str:
+    """Of the run that is kept in a directory, which somebody may hold; empty where nothing says so."""
+    try:
+        content = json.loads(read_regular(path / _IDENTITY))
+        return str(content["run_id"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
 def export_model(model: nn.Module, path: Path, *, filesystem: Filesystem | None = None) -> int:
     """Write a model's weights to ``path`` in one step; returns the bytes written.
 
@@ -365,8 +375,12 @@ def _take_lock(path: Path, filesystem: Filesystem) -> IO[str]:
         lock = open(path / _LOCK, "a+", encoding="utf-8", opener=regular)
     except OSError as error:
         # mkdir says "exists" of a file in the way; the person needs to hear what stands there.
-        in_the_way = isinstance(error, FileExistsError)
-        reason = "a file of this name is in the way; choose another --run-dir" if in_the_way else explain(error)
+        if isinstance(error, FileExistsError):
+            reason = "a file of this name is in the way; choose another --run-dir"
+        elif isinstance(error, FileNotFoundError) and (path / _LOCK).is_symlink():
+            reason = f"{path / _LOCK} is a symbolic link that leads nowhere; remove it"
+        else:
+            reason = explain(error)
         raise RunDirUnusable(str(path), f"cannot use it as run directory: {reason}") from error
     try:
         filesystem.lock(lock)

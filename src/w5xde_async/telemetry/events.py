@@ -237,11 +237,13 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalFailed(Event):
-    """The journal ends with ``step`` because the disk failed ``seconds`` ago: a crash goes back to a checkpoint."""
+    """The journal ends with ``step`` because the disk failed ``seconds`` ago. ``safe_step``: what a crash would go back
+    to by what is in the journal, if there is no later checkpoint; None: to a checkpoint."""
 
     step: int
     reason: str
     seconds: float
+    safe_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

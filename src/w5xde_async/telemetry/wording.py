@@ -232,7 +232,10 @@ def line(event: object, paint: Paint) -> str | None:
         case events.JournalFailed():
             since = f" for {duration(event.seconds)}" if event.seconds >= 1 else ""
             text = f"nothing is journalled{since} after step {event.step:,}: {clean(event.reason)}"
-            return f"{paint('warn', '!')} {text}; the run goes on, a crash would go back to the last checkpoint"
+            safe = "the last checkpoint"
+            if event.safe_step is not None:
+                safe = f"step {event.safe_step:,}, or to a later checkpoint"
+            return f"{paint('warn', '!')} {text}; the run goes on, a crash would go back to {safe}"
         case events.JournalRestored():
             text = f"the journal counts again from step {event.step:,}, after {duration(event.seconds)}"
             return f"{paint('good', '*')} {text}"

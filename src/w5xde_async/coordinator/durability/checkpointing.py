@@ -205,5 +205,7 @@ class Checkpointing:
             self._remind_at = now + REMIND_S
             stands = self._saved_step <= 0 or await self._lies_there(store, self._saved_step)
             safe_step = max(self._saved_step, 0) if stands else None
+            if safe_step is not None and self._journal is not None:
+                safe_step = max(safe_step, self._journal.safe_step or 0)
             self._bus.publish(CheckpointFailed(step=step, reason=str(error), safe_step=safe_step))
         self.save_error = error

@@ -47,7 +47,10 @@ from w5xde_async.updates.outer import OuterRule
 from w5xde_async.updates.own_code import forgets, has_hooks
 from w5xde_async.updates.sync import SyncRule
 
-_SET_ASIDE = "start with --durability checkpoint to set the journal aside and go on from the newest checkpoint"
+_SET_ASIDE = (
+    "start with --durability checkpoint to set the journal aside and go on from the newest checkpoint, of step {step}: "
+    "all steps after it are computed again"
+)
 _FROM_0 = (
     "put that back from a copy, or start with --durability checkpoint to set the journal aside and begin at step 0"
 )
@@ -60,7 +63,8 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
     if directory.set_aside is not None:
         notes.append(f"the run that was here lies in {directory.set_aside} now")
     store = CheckpointStore(
-        directory.checkpoints_path, keep=config.keep_checkpoints, filesystem=directory.filesystem
+        directory.checkpoints_path, keep=config.keep_checkpoints, filesystem=directory.filesystem,
+        run_id=directory.run_id,
     )  # fmt: skip
     record, num_skipped = _find(store, directory, config, notes)
     if record is not None and record.meta.get("run_id") == directory.run_id:
@@ -111,12 +115,21 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
     named = record is not None and _position(record) is not None and (replay is None or not journalled)
     # One that lies elsewhere is not found by the next start, which would take up another course or none.
     elsewhere = record is not None and config.resume != "auto" and not store.holds(Path(config.resume))
+    # Nor does it take one of another run.
+    others = record is not None and record.meta.get("run_id") not in (None, directory.run_id)
     # What this start alone was told, the next one would not know after a kill before the next checkpoint: it would go
     # on, or replay, without what --override changed, or begin with other weights.
     told_now = changed or (record is None and config.init_from is not None)
     # What is replayed later must stand on something that can be compared with the job.
     stands = record is not None or not journalled
-    if named or elsewhere or told_now or not stands or (not journalled and journal.exists and first > point.saved_step):
+    if (
+        named
+        or elsewhere
+        or others
+        or told_now
+        or not stands
+        or (not journalled and journal.exists and first > point.saved_step)
+    ):
         store.save(state.record(first, point.samples))
         point = replace(point, saved_step=first)
     if journalled:
@@ -161,6 +174,13 @@ def _find(
         return store.load(Path(config.resume)), 0
     record, skipped = store.latest()
     notes.extend(f"checkpoint {passed.path} was passed over: {passed.reason}" for passed in skipped)
+    if record is None and (others := [passed for passed in skipped if passed.run_id]):
+        raise CheckpointMismatch(
+            str(directory.identity_path),
+            f"it is of run {directory.run_id}, and the checkpoints are of run {others[0].run_id}: put run.json of that "
+            "run back from a copy; or, where it is the checkpoints that do not belong here, move them away, or go on "
+            f"from one with --resume {others[0].path}",
+        )
     if record is None and skipped:
         raise CheckpointMismatch(
             str(directory.checkpoints_path),
@@ -194,9 +214,12 @@ def _replay(
         point = _apply_all(spec, strategy, point, journal, position, replay, notes)
     except CheckpointCorrupt as error:
         if config.durability == "journal":
-            raise CheckpointCorrupt(
-                error.path, f"{error.reason}; {_FROM_0 if record is None else _SET_ASIDE}"
-            ) from error
+            advice = _FROM_0
+            if record is not None:
+                advice = _SET_ASIDE.format(step=record.step)
+                if replay.step > record.step:
+                    advice = f"before that, the steps up to {replay.step} are whole; {advice}"
+            raise CheckpointCorrupt(error.path, f"{error.reason}; {advice}") from error
         what = "the journal" if record is None else "the journal is damaged and"
         notes.append(f"{what} was set aside in {journal.set_aside()}: {error}")
         notes.append(f"the steps after {0 if record is None else record.step} are computed again")
