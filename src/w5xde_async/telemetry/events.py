@@ -414,9 +414,9 @@ class RunReported(Sample):
 
     ``leaves`` were applied, ``leaves_in_vain`` computed and not used; their leases had come too late (stale), been done
     by another (duplicate) or been refused by the update rule (rejected). ``host_bytes``: the coordinator's memory.
-    ``residuals_lost``: workers that vanished with what their codec had left out. ``downlink_*_bytes``: the versions
-    that a codec wrote, each once. ``bad_samples``: as in ``RunFinished``. ``sample_bytes``: of a
-    sample, in the largest leaf so far.
+    ``refused``: links that were not let in. ``residuals_lost``: workers that vanished with what their codec had left
+    out. ``downlink_*_bytes``: the versions that a codec wrote, each once. ``bad_samples``: as in ``RunFinished``.
+    ``sample_bytes``: of a sample, in the largest leaf so far.
     """
 
     step: int
@@ -434,6 +434,7 @@ class RunReported(Sample):
     bytes_received: int
     uptime_s: float
     host_bytes: int
+    refused: int = 0
     residuals_lost: int = 0
     downlink_raw_bytes: int = 0
     downlink_encoded_bytes: int = 0

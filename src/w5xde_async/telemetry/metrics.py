@@ -201,6 +201,9 @@ class Metrics(Collector):
         yield _counter("workers_joined", "Workers that have joined since the start.", counts["joined"])
         left = {how: counts[how] for how in ("clean", "lost")}
         yield _counters("workers_left", "Workers that have left since the start.", "how", left)
+        yield _counter(
+            "links_refused", "Links that were not let in: a wrong secret, no worker, no room.", report.refused
+        )
         leaves = {"applied": report.leaves, "in_vain": report.leaves_in_vain}
         yield _counters("leaves", "Leaves computed, by what became of them.", "outcome", leaves)
         refused = {verdict: getattr(report, f"leases_{verdict}") for verdict in ("stale", "duplicate", "rejected")}
