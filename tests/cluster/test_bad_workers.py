@@ -143,8 +143,18 @@ async def test_who_reports_other_numbers_is_told_of_once_and_stays(
     assert text.startswith(f"worker 'bad' reports {told}")
 
 
-async def test_metrics_that_are_no_function_of_the_block_raise_no_alarm(monkeypatch: pytest.MonkeyPatch):
-    """And cost one computation of the coordinator's, not one for each audit."""
+def _without(outcome: ComputedBlock, name: str) -> ComputedBlock:
+    """As of a worker whose step has returned too many other names before."""
+    count, at = len(outcome.metric_names), outcome.metric_names.index(name)
+    metrics = tuple(value for index, value in enumerate(outcome.metrics) if index % count != at)
+    return replace(outcome, metric_names=tuple(one for one in outcome.metric_names if one != name), metrics=metrics)
+
+
+@pytest.mark.parametrize("report", [None, lambda one: _without(one, "right")], ids=["all", "one left out"])
+async def test_metrics_that_are_no_function_of_the_block_raise_no_alarm(
+    report: Report | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Nor do such as are left out. And each costs one computation of the coordinator's, not one for each audit."""
     computed: list[int] = []
     recompute = Recomputation.recompute
 
@@ -153,11 +163,11 @@ async def test_metrics_that_are_no_function_of_the_block_raise_no_alarm(monkeypa
         return await recompute(self, plan, *given)
 
     monkeypatch.setattr(Recomputation, "recompute", counted)
-    found = await run(None, steps=20, workers=3, reports=True, audit_fraction=1.0)
+    found = await run(_honest, steps=20, workers=3, reports=True, report=report, audit_fraction=1.0)
     assert (found.finished, found.found_at, found.false_alarms) == (True, -1, 0)
     assert found.audits > 10
     assert not [text for text in found.told if "reports another" in text]
-    assert len(computed) <= 2  # for the clock, and for the thread
+    assert len(computed) <= 3  # for the clock, for the thread, and for who leaves one out
 
 
 @pytest.mark.timeout(60)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from w5xde_async.compute.engine import device_name
 from w5xde_async.coordinator.sync.context import SyncContext
-from w5xde_async.coordinator.sync.deviation import compare, numbers_apart, weighed, with_words
+from w5xde_async.coordinator.sync.deviation import LOSS, compare, name_of_metric, numbers_apart, weighed, with_words
 from w5xde_async.coordinator.sync.recomputation import ReferenceResult
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import AuditKey, Supplier
@@ -175,6 +175,7 @@ class Verification:
         self._warned = False
         self._differing: set[str] = set()  # workers of which it was told; "": of two, either
         self._misreporting: set[str] = set()  # workers of which it was told that they report other numbers
+        self._lacking: set[str] = set()  # workers that do not report all that the coordinator would
         self._incomparable: set[str] = set()  # numbers that two honest workers, or one and the coordinator, report so
 
     @property
@@ -610,7 +611,13 @@ class Verification:
         if self._recomputation is None or self._misreporting & {*pair} or len(self._misreporting) >= _MOST_TOLD:
             return True
         found = numbers_apart(block.done, other, self._tolerance(equal_cpus=False))
-        apart = [name for name in found if name not in self._incomparable]
+        reports = [{LOSS, *map(name_of_metric, said.metric_names)} for said in (block.done, other)]
+        lacking = [worker in self._lacking for worker in pair]
+        apart = [
+            name for name in found
+            if name not in self._incomparable
+            and not any(lacks and name not in names for lacks, names in zip(lacking, reports, strict=True))
+        ]  # fmt: skip
         if not apart:
             return True
         reference = await self._recomputation.recompute(step.plan, held.block, max(block.origin.splits, 0))
@@ -626,13 +633,17 @@ class Verification:
                 self._incomparable.add(name)
                 continue
             at = 0 if name in odd[0] else 1
-            if pair[at] not in self._misreporting:
+            if (
+                name not in reports[at]
+            ):  # it has reported too many others before, or leaves it out: nothing false is shown
+                self._lacking.add(pair[at])
+            elif pair[at] not in self._misreporting:
                 self._misreporting.add(pair[at])
                 liar, honest = [self._named(pair[place]) for place in (at, 1 - at)]
-                says, is_ = found[name][at], found[name][1 - at]
+                says, is_ = [_told(found[name][place]) for place in (at, 1 - at)]
                 self._context.phase.warn(
                     f"worker {liar} reports another {name} than {honest} and the coordinator, for a block of step "
-                    f"{held.step} ({says:.4g}, not {is_:.4g}): nothing is trained on it, so its results count, but "
+                    f"{held.step} ({says}, not {is_}): nothing is trained on it, so its results count, but "
                     "what the run shows of it may be wrong; unless that number depends on the machine (a time, its "
                     "memory), do not trust that worker: to put it out, write its name, or id, into the run directory's "
                     "file revoked"
@@ -863,3 +874,8 @@ class Verification:
     ) -> Deviation:
         found = compare(self._layout, pieces, present, reference.vector.buckets, reference.present)
         return with_words(found, words.losses, words.untouched, reference.losses, reference.untouched)
+
+
+def _told(value: float) -> str:
+    """A number that is reported; NaN counts as none."""
+    return "none" if math.isnan(value) else f"{value:.4g}"
