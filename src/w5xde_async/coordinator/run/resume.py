@@ -113,23 +113,17 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
     state = KeptState(spec, strategy)
     # A checkpoint that names a place in a journal is refused where that journal is missing, so none may outlive it.
     named = record is not None and _position(record) is not None and (replay is None or not journalled)
-    # One that lies elsewhere is not found by the next start, which would take up another course or none.
-    elsewhere = record is not None and config.resume != "auto" and not store.holds(Path(config.resume))
-    # Nor does it take one of another run.
-    others = record is not None and record.meta.get("run_id") not in (None, directory.run_id)
+    # One that lies elsewhere, or is another run's, is not taken by the next start: it would go another course, or none.
+    elsewhere = (
+        record is not None and config.resume != "auto"
+        and (not store.holds(Path(config.resume)) or record.meta.get("run_id") not in (None, directory.run_id))
+    )  # fmt: skip
     # What this start alone was told, the next one would not know after a kill before the next checkpoint: it would go
     # on, or replay, without what --override changed, or begin with other weights.
     told_now = changed or (record is None and config.init_from is not None)
     # What is replayed later must stand on something that can be compared with the job.
     stands = record is not None or not journalled
-    if (
-        named
-        or elsewhere
-        or others
-        or told_now
-        or not stands
-        or (not journalled and journal.exists and first > point.saved_step)
-    ):
+    if named or elsewhere or told_now or not stands or (not journalled and journal.exists and first > point.saved_step):
         store.save(state.record(first, point.samples))
         point = replace(point, saved_step=first)
     if journalled:

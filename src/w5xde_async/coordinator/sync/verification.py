@@ -176,7 +176,7 @@ class Verification:
         self._differing: set[str] = set()  # workers of which it was told; "": of two, either
         self._misreporting: set[str] = set()  # workers of which it was told that they report other numbers
         self._lacking: set[str] = set()  # workers that do not report all that the coordinator would
-        self._incomparable: set[str] = set()  # numbers that two honest workers, or one and the coordinator, report so
+        self._incomparable: set[str] = set()  # numbers that the coordinator has otherwise than two workers
 
     @property
     def holding(self) -> bool:
@@ -633,9 +633,7 @@ class Verification:
                 self._incomparable.add(name)
                 continue
             at = 0 if name in odd[0] else 1
-            if (
-                name not in reports[at]
-            ):  # it has reported too many others before, or leaves it out: nothing false is shown
+            if name not in reports[at]:  # it had too many others before, or leaves it out: nothing false is shown
                 self._lacking.add(pair[at])
             elif pair[at] not in self._misreporting:
                 self._misreporting.add(pair[at])
@@ -645,8 +643,8 @@ class Verification:
                     f"worker {liar} reports another {name} than {honest} and the coordinator, for a block of step "
                     f"{held.step} ({says}, not {is_}): nothing is trained on it, so its results count, but "
                     "what the run shows of it may be wrong; unless that number depends on the machine (a time, its "
-                    "memory), do not trust that worker: to put it out, write its name, or id, into the run directory's "
-                    "file revoked"
+                    "memory), do not trust that worker: to put it out, write its name, or id, into the run "
+                    "directory's file revoked"
                 )
         return True
 
