@@ -167,7 +167,7 @@ async def test_metrics_that_are_no_function_of_the_block_raise_no_alarm(
     assert (found.finished, found.found_at, found.false_alarms) == (True, -1, 0)
     assert found.audits > 10
     assert not [text for text in found.told if "reports another" in text]
-    assert len(computed) <= 3  # for the clock, for the thread, and for who leaves one out
+    assert 1 <= len(computed) <= 2  # for the calls, and for who leaves one out
 
 
 @pytest.mark.timeout(60)
