@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from numbers import Real
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Literal, TypeVar, get_args
@@ -575,6 +576,27 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Opt
         seen.add(id(value))
         waiting.extend((f"{place}.{name}", part, depth + 1) for name, part in parts)
     return found
+
+
+def groups_in(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The groups of an optimizer, then those of the ones that it holds, each once: they may share them."""
+    found = (group for made in (optimizer, *optimizers_in(optimizer).values()) for group in made.param_groups)
+    return list({id(group): group for group in found}.values())
+
+
+def has_rate(group: Mapping[str, Any]) -> bool:
+    """Whether a group has a learning rate. Optimizers of somebody's own may have none, or find one in each step."""
+    return isinstance(group.get("lr"), float | Tensor | Real)
+
+
+def rate_of(optimizer: torch.optim.Optimizer) -> float | None:
+    """The learning rate of the first group that has one, of its own or of an optimizer that it holds; None: no group
+    has."""
+    for groups in (optimizer.param_groups, groups_in(optimizer)):  # the latter takes a look at all that it has
+        for group in groups:
+            if has_rate(group):
+                return float(group["lr"])
+    return None
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -51,6 +51,15 @@ def test_what_the_step_returned():
     assert ("w5xde_step_metric", (("metric", "only once"),)) not in found
 
 
+def test_a_rate_that_is_not_known_is_no_figure():
+    made = Metrics()
+    made(STARTED)
+    made(committed(1))
+    assert ("w5xde_learning_rate", ()) in values(made)
+    made(committed(2, learning_rate=None))
+    assert ("w5xde_learning_rate", ()) not in values(made)
+
+
 def test_figures():
     found = values(filled())
     assert found["w5xde_steps_total", ()] == 2

@@ -392,8 +392,15 @@ def test_verbose_adds_phases_at_most_a_few_a_second() -> None:
     phases = [line for line in lines if "wait" in line]
     assert 3 <= len(phases) <= 5
     assert "10 ms: wait 8 ms  reduce 50 µs  out 100 B  in 200 B" in phases[0]
+    assert "loss 0.5000  lr 0.001  |g| 0.5  " in phases[0]
     assert "step 5 saved: p (1.5 kB, 300 ms, paused 2 ms)" in shown(SAVED)
     assert shown.progress.handler().level == logging.INFO
+
+
+def test_a_rate_that_is_not_known_is_not_shown() -> None:
+    shown = Shown(mode="verbose")
+    shown(START)
+    assert "loss 0.5000  |g| 0.5  " in shown(step(1, learning_rate=None))
 
 
 @pytest.mark.parametrize("mode", ["silent", "normal", "verbose"])

@@ -205,6 +205,47 @@ def test_a_factor_multiplies_every_groups_rate_in_one_step_alone(tensors: bool) 
     assert all(group["lr"] is rate for group, rate in zip(mine.rule.optimizer.param_groups, before, strict=True))
 
 
+class Beside(torch.optim.Optimizer):
+    """Makes its steps by another, and has no setting itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__([p for p in module.parameters() if p.requires_grad], {})
+        self.made = momentum(module)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.made.step()
+
+
+class Rateless(torch.optim.Optimizer):
+    """``unset``: as one that finds a rate itself."""
+
+    def __init__(self, module: nn.Module, unset: dict[str, Any]) -> None:
+        super().__init__([p for p in module.parameters() if p.requires_grad], unset)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad.sign())
+
+
+def test_the_rate_is_that_of_an_optimizer_which_it_holds() -> None:
+    bench, other = Bench(optimizer=Beside), Bench()
+    for step, factor in enumerate((1.0, 3.0, 1.0)):
+        applied = bench.apply(gradients(step), rate_factor=factor)
+        assert applied.learning_rate == other.apply(gradients(step), rate_factor=factor).learning_rate
+    assert bench.state.digest() == other.state.digest()
+    assert [group["lr"] for group in bench.rule.optimizer.made.param_groups] == [0.1]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("unset", [{}, {"lr": None}])
+def test_an_optimizer_without_a_rate_makes_its_steps(unset: dict[str, Any]) -> None:
+    bench = Bench(optimizer=lambda module: Rateless(module, unset))
+    before = bench.state.digest()
+    assert [bench.apply(gradients(0), rate_factor=factor).learning_rate for factor in (1.0, 2.0)] == [None, None]
+    assert bench.state.digest() != before
+
+
 def test_the_norm_is_that_of_the_mean_gradient_before_clipping() -> None:
     for clip in (None, 0.1):
         for rare in (True, False):

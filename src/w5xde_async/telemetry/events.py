@@ -153,8 +153,9 @@ class StepCommitted(Event):
     ``phases_s`` holds seconds by name: wait (for results), reduce, apply, publish, journal (waiting for the disk and
     copying), and where the coordinator computes itself data (waiting for it) and compute. Bytes are this step's.
     ``samples`` and ``leaves`` are those of every step in it; ``skipped`` of its steps had no update, and use up their
-    samples all the same. ``staleness`` is how old its results were on average, in versions; None under ``sync``, and
-    where no result was judged since the commit before.
+    samples all the same. ``learning_rate`` is None where no group of the optimizer has one. ``staleness`` is how old
+    its results were on average, in versions; None under ``sync``, and where no result was judged since the commit
+    before.
     """
 
     step: int
@@ -163,7 +164,7 @@ class StepCommitted(Event):
     metrics: Mapping[str, float]
     samples: int
     leaves: int
-    learning_rate: float
+    learning_rate: float | None
     gradient_norm: float | None
     loss_scale: float
     skipped: int

@@ -175,7 +175,8 @@ class Metrics(Collector):
             yield _gauge("step", "Steps of the whole run.", step.step)
             yield _gauge("epoch", "Epoch of the last step.", step.epoch)
             yield _gauge("loss", "Mean loss of the last step.", step.loss)
-            yield _gauge("learning_rate", "Learning rate of the last step.", step.learning_rate)
+            if step.learning_rate is not None:
+                yield _gauge("learning_rate", "Learning rate of the last step.", step.learning_rate)
             yield _gauge("loss_scale", "Loss scale of the last step.", step.loss_scale)
             if step.staleness is not None:
                 yield _gauge("staleness_versions", "How old the last step's results were, in versions.", step.staleness)

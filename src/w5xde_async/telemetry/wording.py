@@ -278,11 +278,12 @@ def status(
 def phases(event: StepCommitted, paint: Paint) -> str:
     """Where one step's time went, for ``verbose``."""
     spent = "  ".join(f"{name} {brief(seconds)}" for name, seconds in event.phases_s.items())
+    rate = "" if event.learning_rate is None else f"  lr {event.learning_rate:.3g}"
     norm = "" if event.gradient_norm is None else f"  |g| {event.gradient_norm:.3g}"
     traffic = f"out {size(event.bytes_sent)}  in {size(event.bytes_received)}"
     skipped = f"  skipped (scale {event.loss_scale:g})" if event.skipped else ""
     metrics = "".join(f"  {_metric(name)} {_value(value)}" for name, value in event.metrics.items())
-    text = f"step {event.step:,}  loss {_value(event.loss)}{metrics}  lr {event.learning_rate:.3g}{norm}"
+    text = f"step {event.step:,}  loss {_value(event.loss)}{metrics}{rate}{norm}"
     return paint("dim", f"{text}  {brief(event.seconds)}: {spent}  {traffic}{skipped}")
 
 

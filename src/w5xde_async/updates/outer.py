@@ -283,7 +283,7 @@ class OuterRule(ABC):
     def _staleness(self, given: Contribution) -> int:
         return self.version - given.version
 
-    def _applied(self, buckets: Iterable[int], norm: float, learning_rate: float, part: float = 1.0) -> Applied:
+    def _applied(self, buckets: Iterable[int], norm: float, learning_rate: float | None, part: float = 1.0) -> Applied:
         changed = tuple(sorted({*buckets, *self._buffers.apply(part)}))
         return Applied(skipped=False, gradient_norm=norm, learning_rate=learning_rate, changed=changed)
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.errors import JobError, in_one_line
-from w5xde_async.job import Job, made_by, optimizers_in, parts_of, trained_otherwise
+from w5xde_async.job import Job, groups_in, has_rate, made_by, optimizers_in, parts_of, rate_of, trained_otherwise
 from w5xde_async.params.flat import FlatState, ResultVector, l2_norm, state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import Addends, add_into
@@ -60,7 +60,7 @@ class Applied:
 
     skipped: bool
     gradient_norm: float
-    learning_rate: float
+    learning_rate: float | None  # no group has one
     changed: tuple[int, ...]
 
 
@@ -242,8 +242,8 @@ class SyncRule:
         nor a step that does not count in it (``schedules``). Raises SchedulerFailed.
         """
         self.prepare()
-        learning_rate = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
-        learning_rate *= rate_factor
+        rate = rate_of(self.optimizer)
+        learning_rate = None if rate is None else rate * rate_factor
         divisor, lie = samples * self.loss_scale, addends or [(piece,) for piece in root.buckets]
         if self.on_device is None:
             gradients = self._ahead if self._ahead is not None and self._expected else root
@@ -428,7 +428,7 @@ class SyncRule:
                 self._behind = True
 
     def _step_at(self, make: Callable[[], object], rate_factor: float) -> None:
-        groups = self.optimizer.param_groups
+        groups = [group for group in groups_in(self.optimizer) if has_rate(group)]
         rates = [group["lr"] for group in groups]
         try:
             for group, rate in zip(groups, rates, strict=True):

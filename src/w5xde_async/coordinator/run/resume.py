@@ -31,7 +31,7 @@ from w5xde_async.coordinator.run.warm_start import would_begin_with
 from w5xde_async.coordinator.training import ParametersNotFinite
 from w5xde_async.data.stream import Mark, StreamReader
 from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, MalformedFrame
-from w5xde_async.job import parts_of
+from w5xde_async.job import groups_in, parts_of
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.numerics import EXACT
@@ -446,7 +446,8 @@ def _restore_batch(spec: RunSpec, grown: Any, where: str) -> None:
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
-    """The settings of every group, and those numbers of the scheduler that do not move, as text by name."""
+    """The settings of every group, of an optimizer that it holds too, and those numbers of the scheduler that do not
+    move, as text by name."""
     fixed = [] if scheduler is None else parts_of(scheduler)
     return {
         f"scheduler setting {name}": str(value)
@@ -455,7 +456,7 @@ def _hyperparameters(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[s
         if type(value) in (int, float) and name[0] != "_" and name not in ("last_epoch", "T_cur", "T_i")
     } | {
         f"optimizer setting group {number}: {name}": str(value)
-        for number, group in enumerate(optimizer.param_groups)
+        for number, group in enumerate(groups_in(optimizer))
         for name, value in group.items()
         if name != "params"
     }

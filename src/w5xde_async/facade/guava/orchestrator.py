@@ -369,7 +369,8 @@ class _StepLog:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepCommitted) and event.step % self._every == 0:
-            text = f"step {event.step} loss {event.loss:.4f} lr {event.learning_rate:.3g} workers {event.num_workers}"
+            rate = "" if event.learning_rate is None else f" lr {event.learning_rate:.3g}"
+            text = f"step {event.step} loss {event.loss:.4f}{rate} workers {event.num_workers}"
             self._handler.emit(logging.LogRecord(__name__, logging.INFO, __file__, 0, text, None, None))
 
 
