@@ -367,15 +367,23 @@ class Counts(torch.optim.SGD):
         self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
 
 
+class Sees(Lookahead):
+    """Sees to one of them itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "k": self.k}
+
+
 @pytest.mark.parametrize(
     ("make", "beside"),
     [
         (Lookahead, ["k", "slow"]),
+        (Sees, ["slow"]),
         (Holds, ["average", "noted"]),
         (partial(Counts, lr=0.1), []),
         (partial(torch.optim.AdamW, lr=0.1), []),
     ],
-    ids=["beside", "held", "saved", "torch's"],
+    ids=["beside", "its own state_dict", "held", "saved", "torch's"],
 )
 def test_what_an_optimizer_keeps_where_no_checkpoint_has_it_is_known(make: Any, beside: list[str]) -> None:
     bench = Bench(optimizer=lambda module: make([p for p in module.parameters() if p.requires_grad]))

@@ -255,7 +255,7 @@ class Phase:
         self.min_workers = config.min_workers  #: so many have to come before; fewer where some never will
         self._began_at = self._committed_at = 0.0
         self._waiting = ""  # what was said last of why they are not
-        self._nonfinite = 0
+        self._nonfinite, self._told_beside = 0, False
         self._told_of: dict[str, float] = {}  # when a failure was told, by its cause
         self._unread: dict[str, None] = {}  # workers that could not read their own data; they were named once
         self._foreign: dict[str, None] = {}  # those whose data is not the run's
@@ -278,6 +278,15 @@ class Phase:
                 "not answer, or takes that long; the run waits for it"
             )
         self._reading_hangs = hangs
+
+    def note_beside(self, names: Sequence[str]) -> None:
+        """Name attributes of the optimizer that no checkpoint has, once."""
+        if names and not self._told_beside:
+            self._told_beside = True
+            self.warn(
+                f"the optimizer changes {', '.join(names)[:200]} with its steps, which no checkpoint has: a resumed "
+                "run would go on without. Keep it in self.state[parameter] or in a param_group, which are saved"
+            )
 
     def note_splits(self, session: Session, done: Done) -> None:
         """Name a worker that lacks memory, once."""

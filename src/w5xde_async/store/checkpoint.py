@@ -59,6 +59,12 @@ class Record:
     meta: dict[str, JSON]
     groups: dict[str, dict[str, Tensor]]
 
+    @property
+    def beside(self) -> list[str]:
+        """Attributes of the optimizer that its steps had changed, and that are not in it."""
+        names: Any = self.meta.get("beside", [])
+        return [*map(str, names)]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedCheckpoint:

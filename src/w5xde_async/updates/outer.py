@@ -252,6 +252,10 @@ class OuterRule(ABC):
     def left(self, sender: str) -> None:
         """Who sent contributions is not present any more."""
 
+    def kept_beside(self) -> list[str]:
+        """As ``SyncRule.kept_beside``: of the one optimizer that steps here, where one does."""
+        return []
+
     def begin_after(self, step: int, samples: int) -> None:
         """Steps before ``step`` were done under another rule."""
         self.done, self.samples = DoneSteps(step), samples
@@ -332,6 +336,9 @@ class _Asynchronous(OuterRule):
 
     def pending(self, fragment: int) -> int:
         return self._rule.average.count
+
+    def kept_beside(self) -> list[str]:
+        return self._inner.kept_beside()
 
     def left(self, sender: str) -> None:
         self._rule.admission.left(sender)

@@ -200,8 +200,12 @@ class SyncRule:
     def kept_beside(self) -> list[str]:
         """Attributes of an optimizer of somebody's own that its steps have changed and that are not in its state, so
         that no checkpoint has them: counters, copies of the weights."""
-        now = _beside_its_state(self.optimizer, self._tensors) if self._is_foreign else {}
-        return sorted(name for name, value in now.items() if self._beside.get(name) != value)
+        if not self._is_foreign:
+            return []
+        now = _beside_its_state(self.optimizer, self._tensors)
+        changed = sorted(name for name, value in now.items() if self._beside.get(name) != value)
+        saved: Collection[object] = self.optimizer.state_dict().keys() if changed else ()  # its own may have more
+        return [name for name in changed if not {name, name.strip("_")} & {*saved}]
 
     @property
     def has_own_code(self) -> bool:

@@ -174,6 +174,7 @@ class Checkpointing:
             self.save_error = JobError("optimizer", f"after step {step} its state cannot be kept: {what}")
             self._training.phase.lifecycle.fail(self.save_error)
             return
+        self._training.phase.note_beside(record.beside)
         if rotation is not None:  # done when every step up to this one is in the journal
             position = await rotation
             record.meta["journal"] = None if position is None else [position.sequence, position.chain]

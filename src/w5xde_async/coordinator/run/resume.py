@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -97,7 +97,7 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
             notes.append(f"the run goes on from the checkpoint of step {record.step}, the newest whole one")
         notes.extend(f"a later checkpoint was set aside as {path}" for path in store.abandon_after(record.step))
         if 0 < point.step < spec.total_steps:
-            notes.extend(_forgotten(strategy))
+            notes.extend(_forgotten(strategy, [] if record is None else record.beside))
     journalled = config.durability == "journal"
     total_steps = spec.total_steps if spec.growing is None else spec.growing.total_steps
     first = point.step
@@ -402,14 +402,17 @@ def _restore(
     return ResumePoint(step=step, samples=samples, saved_step=record.step)
 
 
-def _forgotten(strategy: Strategy) -> list[str]:
-    """What a checkpoint does not hold: what hooks keep, and the state of optimizers that workers run, each its own."""
+def _forgotten(strategy: Strategy, beside: Sequence[str]) -> list[str]:
+    """What a checkpoint does not hold: what hooks keep, attributes of the optimizer (``beside``), and the state of
+    optimizers that workers run, each its own."""
     schedule, optimizer = strategy.schedule, strategy.rule.optimizer
     scheduler = getattr(strategy.rule, "scheduler", None)
     has = ["the optimizer has step hooks"] if has_hooks(optimizer) else []
     for what, made in (("optimizer", optimizer), *(("scheduler", part) for part in parts_of(scheduler))):
         if made is not None and (names := forgets(made)):
             has.append(f"the {what} has functions ({', '.join(names)[:100]}) that do more than compute")
+    if beside:
+        has.append(f"the optimizer changes attributes of its own ({', '.join(beside)[:200]}) with its steps")
     notes = []
     if has:
         notes.append(
@@ -515,6 +518,7 @@ class KeptState:
                 **({} if spec.stream is None else {"stream": self._mark(spec.stream, step)}),
                 **({"bad_samples": [*bad]} if (bad := spec.bad.all()) else {}),
                 **({"counted": counted} if (counted := self._counted(step)) else {}),
+                **({"beside": [*beside]} if (beside := self.strategy.rule.kept_beside()) else {}),
                 **({"overrides": [list(one) for one in spec.overrides]} if spec.overrides else {}),
             },
             groups={"model": model, "rule": {name: tensor.clone() for name, tensor in tensors.items()}},
