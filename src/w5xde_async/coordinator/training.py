@@ -224,6 +224,7 @@ def ending(error: Exception) -> W5xdeError:
     return fault
 
 
+_NEWS_S, _LONG_S = 10.0, 60.0  # between two lines of one wait; and once it is this long
 _NUMBER = re.compile(r"\d+")  # of a sample, a size: most causes name one
 #: What is said where a worker has not the job's code, and the program no graph for a batch.
 WITHOUT_CODE = (
@@ -412,6 +413,10 @@ class Phase:
         if not self.begun and ready < wanted:
             joining = len(self.roster.joining)
             reason = f"{ready} of {wanted} workers" + (f", {joining} joining" if joining else "")
+            if awaiting := self.roster.programs.awaited_by:
+                waited_s = self._context.clock() - min(session.admitted_at for session in awaiting)
+                passed = f" ({told:.0f} s)" if (told := _rounded_s(waited_s)) else ""
+                reason += f": the step is being made a program{passed} for workers without --job"
             if reason != self._waiting:
                 self._waiting = reason
                 self._context.bus.publish(Waiting(reason=reason))
@@ -469,6 +474,11 @@ class Phase:
         if not self.roster.sessions:
             self._context.bus.publish(Waiting(reason="no workers"))
         return True
+
+
+def _rounded_s(seconds: float) -> float:
+    """As often as a line of it in a log is news."""
+    return seconds - seconds % (_NEWS_S if seconds < _LONG_S else _LONG_S)
 
 
 def named_samples(plan: StepPlan, losses: Sequence[float] = ()) -> str:

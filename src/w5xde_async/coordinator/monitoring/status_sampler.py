@@ -147,9 +147,11 @@ class StatusSampler:
 
     def _joining(self, session: Session, now: float) -> WorkerReported:
         link = session.link
+        awaits = session in self._training.roster.programs.awaited_by
+        waits_for = "the step to be made a program (--job needs none)" if awaits else "its model to be built"
         return WorkerReported(
             worker_id=session.worker_id, name=session.name, peer=link.peer, device="", threads=0, state="joining",
-            activity=session.last_message, waits_for="its model to be built", member_s=now - session.admitted_at,
+            activity=session.last_message, waits_for=waits_for, member_s=now - session.admitted_at,
             bytes_sent=link.bytes_received, bytes_received=link.bytes_sent,
         )  # fmt: skip
 

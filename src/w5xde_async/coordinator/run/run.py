@@ -134,7 +134,7 @@ class Run:
             training, spec = self.training, self._spec
             finding = training.roster.programs.run(
                 self._environment.reference, spec.job.microbatch_samples, spec.program, spec.untraceable,
-                idle=lambda: not self.training.roster.membership.members,
+                idle=lambda: not (self.training.phase.begun and self.training.roster.membership.members),
             )  # fmt: skip
             tracing = tasks.create_task(finding, name="trace")
             try:
