@@ -39,9 +39,12 @@ from w5xde_async.wire.messages import ByeCode, Welcome
 
 
 async def gone(training: Training) -> None:
-    """Workers close when they have read the last message; nobody waits long for one that does not."""
+    """Workers close when they have read the last message; nobody waits long for one that does not. One that builds its
+    model reads nothing meanwhile: it has to have been sent that message."""
     with suppress(TimeoutError):
         async with asyncio.timeout(2.0):
+            for session in tuple(training.roster.joining):
+                await session.told.wait()
             while training.roster.sessions:
                 await next(iter(training.roster.sessions.values())).gone()
 

@@ -240,6 +240,7 @@ class Session:
         self.outbox = Outbox(link, clock=clock)
         self._clock, self._wall = clock, wall
         self._closing = self._mismatch = False
+        self.told = asyncio.Event()  #: its last message has left
         self._scratch = bytearray()
         self._garbage = 0
         self._aggregating = False
@@ -684,7 +685,7 @@ class Session:
             return
         self._closing = True
         self._end_reason = "the run failed" if code == ByeCode.FAILED else reason  # why is told once, at its end
-        self.post(Bye(code, reason))
+        self.outbox.post(encode(Bye(code, reason)), sent=self.told.set)
         for session in self.links:
             session.say_goodbye(code, reason)
 
