@@ -30,7 +30,16 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    default_collate,
+)
 
 from w5xde_async.errors import LACKS_MEMORY, JobError, LocalError, UsageError, in_one_line
 from w5xde_async.randomness import random_state, seed_all
@@ -155,9 +164,14 @@ class Job:
         need(seeds, f"seed is {self.seed!r}", "give a whole number from 0 to 2^63 - 1")
         clip = self.gradient_clip_val
         need(clip is None or clip > 0, f"gradient_clip_val is {clip!r}", "give a number > 0, or None for no clipping")
-        loader = isinstance(self.dataset, DataLoader)
-        hint = "give its dataset=loader.dataset, and collate=loader.collate_fn and batch_size=... where they matter"
-        need(not loader, "dataset is a DataLoader", hint)
+        if isinstance(self.dataset, DataLoader):
+            hint = "give its dataset=loader.dataset, and collate=loader.collate_fn and batch_size=... where they matter"
+            if sampler := _own_sampler(self.dataset):
+                hint += (
+                    f"; its {sampler} is not taken over: draw the samples' indices yourself, with a seed, and give "
+                    "dataset=Subset(loader.dataset, indices) (docs/own-model.md)"
+                )
+            raise JobError(type(self).__name__, "dataset is a DataLoader", hint)
         columns = isinstance(self.dataset, Mapping) and 0 not in self.dataset
         hint = "give one of its parts, or of columns torch.utils.data.TensorDataset(x, y)"
         need(not columns, "dataset is a dict, which has no samples by number", hint)
@@ -547,6 +561,16 @@ def made_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise JobError("model", f"the model function returned {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+def _own_sampler(loader: DataLoader[Any]) -> str:
+    """The class of what chooses a loader's samples, where that is neither torch's order nor its shuffle."""
+    if isinstance(loader.dataset, IterableDataset):
+        return ""
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        return type(batches).__name__
+    return "" if type(sampler) in (RandomSampler, SequentialSampler) else type(sampler).__name__
 
 
 def parts_of(scheduler: Any) -> list[Any]:
