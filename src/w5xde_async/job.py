@@ -610,7 +610,8 @@ def groups_in(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def has_rate(group: Mapping[str, Any]) -> bool:
     """Whether a group has a learning rate. Optimizers of somebody's own may have none, or find one in each step."""
-    return isinstance(group.get("lr"), float | Tensor | Real)
+    rate = group.get("lr")
+    return type(rate) is float or isinstance(rate, Tensor | Real)  # the first at once: it is asked in every step
 
 
 def rate_of(optimizer: torch.optim.Optimizer) -> float | None:
