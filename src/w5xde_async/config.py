@@ -177,6 +177,11 @@ def text(accepts: str, metavar: str, pattern: str = r"(?s).+") -> Kind:
     return Kind(accepts, metavar, str, lambda value: _is_text(value) and bool(re.fullmatch(pattern, value)))
 
 
+def path_or(kind: Kind) -> Kind:
+    """A kind of text that begins with a path, or is none: its ``~`` is a home, as in a path."""
+    return kind._replace(read=os.path.expanduser)
+
+
 def size(accepts: str, holds: Callable[[int], bool]) -> Kind:
     """Numbers of bytes."""
     return Kind(accepts, "SIZE", size_bytes, lambda value: _is_whole(value) and holds(value))

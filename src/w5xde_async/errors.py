@@ -437,7 +437,12 @@ class UpdateFailed(W5xdeError):
 
     def __init__(self, step: int, error: BaseException, traceback: str, hint: str = "") -> None:
         self.step, self.traceback = step, traceback
-        place = _place(_frames(traceback.splitlines())) + (f"; {hint}" if hint else "")
+        frames = _frames(traceback.splitlines())
+        place = _place(frames)
+        if frames and not place and not isinstance(error, W5xdeError):
+            path, number = frames[-1]
+            place = f" in w5xde-async itself, not in the job's code ({path[len(_PACKAGE) :]}:{number})"
+        place += f"; {hint}" if hint else ""
         super().__init__(f"the update after step {step} raised {type(error).__name__}: {error}{place}\n{traceback}")
 
 

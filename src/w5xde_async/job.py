@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, zip_longest
+from numbers import Real
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Literal, TypeVar, get_args
@@ -31,7 +32,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    default_collate,
+)
 
 from w5xde_async.errors import LACKS_MEMORY, JobError, LocalError, UsageError, in_one_line
 from w5xde_async.randomness import random_state, seed_all
@@ -157,9 +167,14 @@ class Job:
         need(seeds, f"seed is {self.seed!r}", "give a whole number from 0 to 2^63 - 1")
         clip = self.gradient_clip_val
         need(clip is None or clip > 0, f"gradient_clip_val is {clip!r}", "give a number > 0, or None for no clipping")
-        loader = isinstance(self.dataset, DataLoader)
-        hint = "give its dataset=loader.dataset, and collate=loader.collate_fn and batch_size=... where they matter"
-        need(not loader, "dataset is a DataLoader", hint)
+        if isinstance(self.dataset, DataLoader):
+            hint = "give its dataset=loader.dataset, and collate=loader.collate_fn and batch_size=... where they matter"
+            if sampler := _own_sampler(self.dataset):
+                hint += (
+                    f"; its {sampler} is not taken over: draw the samples' indices yourself, with a seed, and give "
+                    "dataset=Subset(loader.dataset, indices) (docs/own-model.md)"
+                )
+            raise JobError(type(self).__name__, "dataset is a DataLoader", hint)
         columns = isinstance(self.dataset, Mapping) and 0 not in self.dataset
         hint = "give one of its parts, or of columns torch.utils.data.TensorDataset(x, y)"
         need(not columns, "dataset is a dict, which has no samples by number", hint)
@@ -587,6 +602,16 @@ def made_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     return model
 
 
+def _own_sampler(loader: DataLoader[Any]) -> str:
+    """The class of what chooses a loader's samples, where that is neither torch's order nor its shuffle."""
+    if isinstance(loader.dataset, IterableDataset):
+        return ""
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        return type(batches).__name__
+    return "" if type(sampler) in (RandomSampler, SequentialSampler) else type(sampler).__name__
+
+
 def parts_of(scheduler: Any) -> list[Any]:
     """A scheduler and those that it is made of, and so on."""
     return [scheduler, *(part for one in getattr(scheduler, "_schedulers", ()) for part in parts_of(one))]
@@ -614,6 +639,28 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Opt
         seen.add(id(value))
         waiting.extend((f"{place}.{name}", part, depth + 1) for name, part in parts)
     return found
+
+
+def groups_in(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The groups of an optimizer, then those of the ones that it holds, each once: they may share them."""
+    found = (group for made in (optimizer, *optimizers_in(optimizer).values()) for group in made.param_groups)
+    return list({id(group): group for group in found}.values())
+
+
+def has_rate(group: Mapping[str, Any]) -> bool:
+    """Whether a group has a learning rate. Optimizers of somebody's own may have none, or find one in each step."""
+    rate = group.get("lr")
+    return type(rate) is float or isinstance(rate, Tensor | Real)  # the first at once: it is asked in every step
+
+
+def rate_of(optimizer: torch.optim.Optimizer) -> float | None:
+    """The learning rate of the first group that has one, of its own or of an optimizer that it holds; None: no group
+    has."""
+    for groups in (optimizer.param_groups, groups_in(optimizer)):  # the latter takes a look at all that it has
+        for group in groups:
+            if has_rate(group):
+                return float(group["lr"])
+    return None
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

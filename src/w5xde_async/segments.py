@@ -132,7 +132,9 @@ class Opened:
         try:
             self.descriptor = _open(*told)
         except FileNotFoundError:
-            raise Unshared("there is no such process here, as on another machine or in another container") from None
+            raise Unshared(
+                "the process is not here: it has ended, or is on another machine or in another container"
+            ) from None
         except PermissionError:
             raise Unshared("it belongs to another user") from None
         except OSError as error:

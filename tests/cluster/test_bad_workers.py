@@ -6,19 +6,24 @@ bench/bad_workers.py has the whole table, at the default settings and without th
 from __future__ import annotations
 
 import asyncio
+import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.support.attacks import ATTACKS, SLIGHT, THIRTYFOLD, FalseWorker, Found, digits, run
+from tests.support.attacks import ATTACKS, SLIGHT, THIRTYFOLD, FalseWorker, Found, Report, digits, run
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 from tests.support.jobs import mlp_sgd
 
+from w5xde_async.compute.block import ComputedBlock
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync import verification
+from w5xde_async.coordinator.sync.recomputation import Recomputation, ReferenceResult
 from w5xde_async.errors import RefusalCode, Refused
+from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.events import Event, WorkerQuarantined
 from w5xde_async.updates.config import UpdateConfig
@@ -99,6 +104,70 @@ async def test_with_a_lower_tolerance_a_small_lie_is_proven(clean: Found):
     found = await run(SLIGHT, steps=STEPS, workers=3, begins=2, audit_fraction=1.0, audit_tolerance=1e-3)
     assert 2 <= found.found_at
     assert found.false_alarms == 0
+
+
+def _honest(gradients: torch.Tensor, task: Any, memory: dict[str, Any]) -> None:
+    """Its sums are right."""
+
+
+def _with_metric(outcome: ComputedBlock, name: str, value: float) -> ComputedBlock:
+    count, known = len(outcome.metric_names), list(outcome.metrics)
+    if name in outcome.metric_names:
+        known[outcome.metric_names.index(name) :: count] = [value] * len(outcome.losses)
+        return replace(outcome, metrics=tuple(known))
+    rows = [(*known[at * count : (at + 1) * count], value) for at in range(len(outcome.losses))]
+    return replace(
+        outcome, metric_names=(*outcome.metric_names, name), metrics=tuple(one for row in rows for one in row)
+    )
+
+
+@pytest.mark.parametrize(
+    ("report", "told"),
+    [
+        (lambda one: _with_metric(one, "right", 2.0), "another metric 'right' than 'honest-"),
+        (lambda one: _with_metric(one, "right", math.nan), "another metric 'right' than 'honest-"),
+        (lambda one: _with_metric(one, "val_loss", math.inf), "another metric 'val_loss' than 'honest-"),
+        (lambda one: replace(one, losses=tuple(loss * 0.7 for loss in one.losses)), "another loss than 'honest-"),
+    ],
+    ids=["another value", "none", "another name", "loss"],
+)
+async def test_who_reports_other_numbers_is_told_of_once_and_stays(
+    report: Report, told: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Honest numbers may differ, by machine or by time: nobody is put out for them."""
+    # It says that its machine is another: of one that is an honest one's equal the smallest difference is told anyway.
+    monkeypatch.setattr(verification.Verification, "_alike", lambda *_: False)
+    found = await run(_honest, steps=20, workers=3, reports=True, report=report, audit_fraction=1.0)
+    assert (found.finished, found.found_at, found.false_alarms) == (True, -1, 0)
+    (text,) = [text for text in found.told if "reports another" in text]
+    assert text.startswith(f"worker 'bad' reports {told}")
+
+
+def _without(outcome: ComputedBlock, name: str) -> ComputedBlock:
+    """As of a worker whose step has returned too many other names before."""
+    count, at = len(outcome.metric_names), outcome.metric_names.index(name)
+    metrics = tuple(value for index, value in enumerate(outcome.metrics) if index % count != at)
+    return replace(outcome, metric_names=tuple(one for one in outcome.metric_names if one != name), metrics=metrics)
+
+
+@pytest.mark.parametrize("report", [None, lambda one: _without(one, "right")], ids=["all", "one left out"])
+async def test_metrics_that_are_no_function_of_the_block_raise_no_alarm(
+    report: Report | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Nor do such as are left out. And each costs one computation of the coordinator's, not one for each audit."""
+    computed: list[int] = []
+    recompute = Recomputation.recompute
+
+    async def counted(self: Recomputation, plan: StepPlan, *given: Any) -> ReferenceResult | None:
+        computed.append(plan.step)
+        return await recompute(self, plan, *given)
+
+    monkeypatch.setattr(Recomputation, "recompute", counted)
+    found = await run(_honest, steps=20, workers=3, reports=True, report=report, audit_fraction=1.0)
+    assert (found.finished, found.found_at, found.false_alarms) == (True, -1, 0)
+    assert found.audits > 10
+    assert not [text for text in found.told if "reports another" in text]
+    assert 1 <= len(computed) <= 2  # for the calls, and for who leaves one out
 
 
 @pytest.mark.timeout(60)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support import jobs, programs, reference
@@ -11,10 +13,13 @@ from tests.support.cluster import QUICK_WORKER, settings
 from tests.support.processes import programs as processes
 
 from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.coordinator.training import _rounded_s
 from w5xde_async.errors import JobError, RefusalCode, Refused
+from w5xde_async.hub.members.program_server import ProgramServer
 from w5xde_async.params.flat import named_digest
-from w5xde_async.telemetry.events import Bus, Event, Warned
+from w5xde_async.telemetry.events import Bus, Event, Waiting, Warned
 from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.worker import engine_source
 from w5xde_async.worker.connection.connection import RunFailed
 from w5xde_async.worker.service import Departure, Worker
 
@@ -55,6 +60,44 @@ async def test_digest_equals_the_plain_loop(name: str) -> None:
     steps = job.max_steps or (job.epochs or 0) * -(-len(job.dataset) // job.batch_size)
     assert result.outcome == "finished"
     assert result.digest == named_digest(reference.train(job, steps)[0])
+
+
+async def test_that_a_program_is_being_made_is_said_on_both_sides(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may take a minute, in which nobody computes."""
+    made, waits = asyncio.Event(), asyncio.Event()
+    known = ProgramServer.run
+
+    async def slowly(self: ProgramServer, *given: Any, **named: Any) -> None:
+        await made.wait()
+        await known(self, *given, **named)
+
+    def see(event: Event) -> None:
+        if isinstance(event, Waiting):
+            reasons.append(event.reason)
+            if "program" in event.reason:
+                waits.set()
+
+    reasons: list[str] = []
+    monkeypatch.setattr(ProgramServer, "run", slowly)
+    monkeypatch.setattr(engine_source, "_AT_ONCE_S", 0.0)
+    caplog.set_level(logging.INFO)
+    make_job, bus = programs.TRACEABLE["mlp"], Bus()
+    bus.subscribe(see)
+    async with Coordinator(make_job(), config=settings(code_free=True, min_workers=1), bus=bus) as coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=None, config=QUICK_WORKER).run())
+        await asyncio.wait_for(waits.wait(), 20)
+        made.set()
+        await coordinator.wait()
+        assert await worker is Departure.FINISHED
+    assert "0 of 1 workers, 1 joining: the step is being made a program for workers without --job" in reasons
+    (_, line) = [text for text in caplog.messages if text.startswith(("joined ", "waiting for the coordinator"))][:2]
+    assert line == "waiting for the coordinator to make the step a program (--job needs none)"
+
+
+def test_how_long_a_program_has_been_awaited_is_told_now_and_then() -> None:
+    assert [_rounded_s(s) for s in (0.5, 9.9, 10.0, 38.2, 61.0, 119.0, 120.5)] == [0, 0, 10, 30, 60, 60, 120]
 
 
 @pytest.mark.timeout(60)

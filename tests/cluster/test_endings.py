@@ -29,6 +29,7 @@ from w5xde_async.coordinator.monitoring.status_sampler import StatusSampler
 from w5xde_async.coordinator.parameters.owner import ParameterOwner
 from w5xde_async.coordinator.run import shutdown
 from w5xde_async.coordinator.run.resume import KeptState
+from w5xde_async.coordinator.run.run import gone
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import (
     JobError,
@@ -49,6 +50,7 @@ from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Bye, ByeCode, Refusal
 from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.connection.connection import Connection
 from w5xde_async.worker.service import Departure, RunFailed, Worker
 
 WORKER = WorkerConfig(device="cpu", connect_timeout_s=5.0)
@@ -444,6 +446,55 @@ async def test_a_worker_that_waits_for_its_program_when_the_run_ends_is_done() -
         await coordinator.wait()
         assert await waiting is Departure.FINISHED
         assert await working is Departure.FINISHED
+
+
+async def test_a_worker_that_builds_its_model_while_the_coordinator_stops_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It reads nothing meanwhile, and finds out that nobody takes its heartbeats any more."""
+    built, broken, run = threading.Event(), asyncio.Event(), Connection._write
+
+    def slowly() -> nn.Module:
+        assert built.wait(30)
+        return jobs.mlp_sgd().model()
+
+    async def write(self: Connection) -> None:
+        try:
+            await run(self)
+        finally:
+            broken.set()
+
+    monkeypatch.setattr(Connection, "_write", write)
+    config = replace(WORKER, connect_timeout_s=0.5)
+    async with Coordinator(jobs.mlp_sgd(), config=settings(heartbeat_s=0.05)) as coordinator:
+        assert coordinator._training is not None
+        worker = Worker(coordinator.address, job=replace(jobs.mlp_sgd(), model=slowly), config=config)
+        building = asyncio.create_task(worker.run())
+        while not coordinator._training.roster.joining:  # noqa: ASYNC110 - joining has no event
+            await asyncio.sleep(0.001)
+        coordinator.request_stop("by hand")
+        await coordinator.wait()
+    try:
+        await asyncio.wait_for(broken.wait(), 20)
+    finally:
+        built.set()
+    with pytest.raises(Unreachable):
+        await building
+    said = [message.partition(" reason=")[2] for message in caplog.messages if "joining again" in message]
+    assert said == ["by hand"]
+    assert not [message for message in caplog.messages if message.startswith("coordinator lost")]
+
+
+async def test_a_worker_that_builds_its_model_is_sent_the_last_message_before_its_link_is_cut() -> None:
+    async with scripted() as run:
+        await run.worker("late", ready=False)
+        (session,) = run.training.roster.joining
+        ending = run.task(gone(run.training))
+        await settle()
+        assert not ending.done()
+        run.training.roster.say_goodbye(ByeCode.STOPPING, "it is over")
+        await asyncio.wait_for(ending, 5)
+        assert session.told.is_set()
 
 
 async def test_who_loses_its_link_right_before_the_end_hears_of_it() -> None:

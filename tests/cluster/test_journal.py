@@ -25,7 +25,7 @@ from w5xde_async.coordinator.run import resume
 from w5xde_async.coordinator.run.spec import Prepared
 from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.service import Coordinator, RunResult
-from w5xde_async.errors import CheckpointCorrupt, UsageError
+from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, UsageError
 from w5xde_async.hub.work.verdicts import Counted
 from w5xde_async.job import Job
 from w5xde_async.plan.numerics import EXACT
@@ -125,6 +125,10 @@ async def go_on(make: Callable[[], Job], run: Path, **config: Any) -> tuple[RunR
     events: list[Event] = []
     result = await train(make, run_dir=run, events=events, **{"durability": "journal", **config})
     return result, events
+
+
+def run_id_of(run: Path) -> str:
+    return str(json.loads((run / "run.json").read_text())["run_id"])
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -309,8 +313,9 @@ async def test_a_damaged_journal_is_refused_and_checkpoint_durability_sets_it_as
     content = bytearray(segment.read_bytes())
     content[content.index(b"W5XJ") + 60] ^= 1  # the first record is always a batch of its own
     segment.write_bytes(content)
-    with pytest.raises(CheckpointCorrupt, match="start with --durability checkpoint"):
+    with pytest.raises(CheckpointCorrupt, match=r"start with --durability checkpoint .* of step 0: all") as caught:
         await asyncio.to_thread(prepared, make, left)
+    assert "are whole" not in str(caught.value)
     result, events = await go_on(make, left, durability="checkpoint")
     assert result.digest == expected("metrics")
     assert "journal is damaged and was set aside in" in texts(events)
@@ -333,6 +338,17 @@ async def test_whatever_was_replayed_of_a_damaged_journal_leaves_no_trace(name: 
     assert applied  # before the damage was found
     assert result.digest == expected(name, result.step)
     assert "journal is damaged and was set aside in" in texts(events)
+
+
+async def test_of_a_damaged_journal_it_is_told_how_far_it_is_whole(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    await damaged_after_9(jobs.mlp_sgd, tmp_path / "run", left)
+    with pytest.raises(
+        CheckpointCorrupt, match=r"before that, the steps up to (\d+) are whole; .* of step 9: "
+    ) as found:
+        await asyncio.to_thread(prepared, jobs.mlp_sgd, left)
+    (whole,) = re.findall(r"up to (\d+) are", str(found.value))
+    assert f"the record after step {whole}, at byte " in str(found.value)
 
 
 async def damaged_after_9(make: Callable[[], Job], run: Path, left: Path, **config: Any) -> None:
@@ -457,6 +473,51 @@ async def test_a_checkpoint_of_another_run_is_named(tmp_path: Path) -> None:
     found = await asyncio.to_thread(prepared, make, tmp_path / "new", resume=str(chosen), durability="checkpoint")
     assert f"its checkpoint was written by run {whose}" in "".join(found.resume.notes)
     assert "with it from there again" in "".join(found.resume.notes)
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "journal"])
+async def test_a_checkpoint_of_another_run_is_taken_only_where_it_is_asked_for(tmp_path: Path, durability: str) -> None:
+    make, run, other = jobs.mlp_sgd, tmp_path / "run", tmp_path / "other"
+    await train(make, run_dir=other, max_steps=9)
+    told = await crash(make, run, at=4, left=tmp_path / "left", durability=durability, saves=1, checkpoint_every=4)
+    for known in (tmp_path / "left" / "checkpoints").glob("step-*"):
+        if int(known.name.rpartition("-")[2]) >= 9:  # one that fell due while another was saved
+            shutil.rmtree(known)
+    foreign = "checkpoints/step-000000009"
+    shutil.copytree(other / foreign, tmp_path / "left" / foreign)
+    shutil.copytree(tmp_path / "left", tmp_path / "again")
+    found = await asyncio.to_thread(prepared, make, tmp_path / "left", durability=durability)
+    notes = "\n".join(found.resume.notes)
+    whose = run_id_of(other)
+    assert f"step-000000009 was passed over: run {whose} has written it, and this is run {run_id_of(run)}" in notes
+    assert found.resume.step >= told if durability == "journal" else found.resume.saved_step < 9
+    assert found.spec.state.digest() == expected("mlp_sgd", found.resume.step)
+
+    asked = tmp_path / "again" / foreign
+    found = await asyncio.to_thread(prepared, make, tmp_path / "again", durability=durability, resume=str(asked))
+    assert found.resume.step == 9
+    found = await asyncio.to_thread(prepared, make, tmp_path / "again", durability=durability)
+    assert found.resume.step == 9, "it has become this run's own"
+    assert "passed over" not in "".join(found.resume.notes)
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "journal"])
+async def test_a_run_json_of_another_run_is_told_of_and_nothing_is_set_aside(tmp_path: Path, durability: str) -> None:
+    make, left = jobs.mlp_sgd, tmp_path / "left"
+    await train(make, run_dir=tmp_path / "other", max_steps=2)
+    await crash(make, tmp_path / "run", at=4, left=left, saves=1, checkpoint_every=3)
+    own = (left / "run.json").read_bytes()
+    shutil.copy(tmp_path / "other" / "run.json", left / "run.json")
+    before = sorted(map(str, left.rglob("*")))
+    with pytest.raises(CheckpointMismatch) as caught:
+        await asyncio.to_thread(prepared, make, left, durability=durability)
+    assert caught.value.path == str(left / "run.json")
+    whose, this = run_id_of(tmp_path / "other"), run_id_of(tmp_path / "run")
+    assert f"it is of run {whose}, and the checkpoints are of run {this}: put run.json of that" in str(caught.value)
+    assert "journal" not in str(caught.value)
+    assert sorted(map(str, left.rglob("*"))) == before
+    (left / "run.json").write_bytes(own)
+    assert (await asyncio.to_thread(prepared, make, left)).resume.step >= 4
 
 
 @pytest.mark.parametrize("chosen", [False, True])
@@ -660,11 +721,32 @@ async def test_a_full_disk_stops_the_journal_loudly_and_a_checkpoint_brings_it_b
     (failed,) = (event for event in events if isinstance(event, JournalFailed))  # one, not one a step
     assert "disk is full" in failed.reason
     assert failed.step in range(4, 10)
+    assert failed.safe_step == failed.step
     (missed,) = (event for event in events if isinstance(event, CheckpointFailed))
-    assert missed.safe_step == 0
+    assert missed.safe_step == failed.step  # the checkpoint of step 0, and the journal
     (restored,) = (event for event in events if isinstance(event, JournalRestored))
     assert restored.step >= free_at
     assert any(isinstance(event, CheckpointSaved) and event.step == restored.step for event in events)
+
+
+async def test_a_crash_while_the_disk_is_full_goes_back_to_where_it_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "RETRY_S", 0.0)
+    disk, events = Disk(monkeypatch, "segment-", "probe", "checkpoints"), list[Event]()
+
+    class Watching(list[Event]):
+        def append(self, event: Event) -> None:
+            events.append(event)
+            disk.full |= isinstance(event, StepCommitted) and event.step >= 5
+
+    more = {"max_steps": 5000, "after": CheckpointFailed, "checkpoint_every": 8}
+    await crash(jobs.mlp_sgd, tmp_path / "run", at=12, left=tmp_path / "left", events=Watching(), **more)
+    disk.full = False
+    (failed,) = (event for event in events if isinstance(event, JournalFailed))
+    missed = [event.safe_step for event in events if isinstance(event, CheckpointFailed)]
+    found = await asyncio.to_thread(prepared, jobs.mlp_sgd, tmp_path / "left")
+    assert {failed.safe_step, *missed} == {found.resume.step}
 
 
 async def test_a_crash_after_the_disk_came_back_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from tests.support.cluster import QUICK_WORKER, settings
 from torch.optim import lr_scheduler
 
 from w5xde_async.coordinator.run.overrides import override
+from w5xde_async.coordinator.run.resume import _hyperparameters
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import UpdateFailed, UsageError
@@ -147,6 +148,32 @@ def test_all_rates_of_a_schedule_change_in_proportion(schedule: Scheduler) -> No
 
     plain = rates(1.0)
     assert rates(3.0) == pytest.approx(plain[:4] + [3.0 * rate for rate in plain[4:]])
+
+
+class Two(torch.optim.Optimizer):
+    """Makes its steps by two others, and has no setting itself."""
+
+    def __init__(self, *made: torch.optim.Optimizer) -> None:
+        super().__init__([p for one in made for group in one.param_groups for p in group["params"]], {})
+        self.made = list(made)
+
+
+def test_what_an_optimizer_holds_is_changed() -> None:
+    one, other = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    held = [torch.optim.SGD([one], lr=0.5, momentum=0.5), torch.optim.AdamW([other], lr=0.25, weight_decay=0.125)]
+    told = override("optimizer.lr=0.0625,optimizer.weight_decay=0", Two(*held), None)
+    assert told == ["optimizer.lr is 0.0625, was 0.5 and 0.25", "optimizer.weight_decay is 0, was 0 and 0.125"]
+    assert [(each.param_groups[0]["lr"], each.param_groups[0]["weight_decay"]) for each in held] == [(0.0625, 0)] * 2
+    with pytest.raises(UsageError, match=r"optimizer\.lr=-1: Invalid learning rate: -1\.0"):
+        override("optimizer.lr=-1", Two(*held), None)
+    with pytest.raises(UsageError, match=r"--override optimizer\.lr: Two has no number in its param_groups"):
+        override("optimizer.lr=1", Two(torch.optim.Optimizer([one], {})), None)
+
+
+def test_settings_of_an_optimizer_that_is_held_count_from_the_checkpoint_too() -> None:
+    parameter = torch.zeros(1, requires_grad=True)
+    settings_of = _hyperparameters(Two(torch.optim.SGD([parameter], lr=0.5, momentum=0.5)), None)
+    assert settings_of["optimizer setting group 1: lr"] == "0.5"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import threading
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import RefusalCode, Refused, UsageError, W5xdeError
+from w5xde_async.hub.members import roster
 from w5xde_async.job import Job
 from w5xde_async.net.join import Invitation
 from w5xde_async.net.tls import TlsFiles, own_certificate
@@ -91,6 +93,40 @@ async def test_a_wrong_secret_is_refused_over_tls(tmp_path: Path):
         told = coordinator.invitation
         assert told is not None
         assert "token" in await refusal(worker(replace(told, secret="wrong").reveal()))
+
+
+async def test_who_is_refused_leaves_a_trace_and_no_flood(monkeypatch: pytest.MonkeyPatch):
+    """Before it has said who it is, too: by its address, in one line a minute for each code."""
+    told: list[str] = []
+    commits = Commits()
+    commits.bus.subscribe(lambda event: told.append(event.text) if isinstance(event, Warned) else None)
+    async with Coordinator(mlp_sgd(), config=settings(max_steps=10_000, token="x"), bus=commits.bus) as coordinator:
+        for _ in range(3):
+            await refusal(worker(coordinator.address, token="wrong"))
+
+        async def says(message: Hello | Proof) -> None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", coordinator.port)
+            writer.writelines(encode(message))
+            await reader.read()
+            writer.close()
+            await writer.wait_closed()
+
+        for _ in range(3):
+            await says(Proof(b"no greeting"))
+        later = PROTOCOL_VERSION + 1
+        await says(Hello(later, bytes(32), "", "", ""))
+        assert [re.sub(r"127.0.0.1:\d+", "PEER", text) for text in told] == [
+            "PEER did not join: the token is missing or wrong",
+            "PEER did not join: broke the protocol: Proof is not allowed in state greeting",
+            f"PEER did not join: this coordinator speaks protocol {PROTOCOL_VERSION}, the worker {later}",
+        ]
+        monkeypatch.setattr(roster, "_REFUSALS_SAID_S", 0.0)
+        await refusal(worker(coordinator.address, token="wrong"))
+        assert told[3].endswith(
+            "the token is missing or wrong (2 more were refused for such a reason since that was told last)"
+        )
+        assert coordinator._run is not None
+        assert coordinator._run.training.roster.num_refused == 8
 
 
 async def test_one_who_sits_between_with_his_own_certificate_passes_no_proof_on(tmp_path: Path):

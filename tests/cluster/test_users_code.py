@@ -8,6 +8,7 @@ import random
 import re
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -572,3 +573,24 @@ async def test_what_a_plain_loop_does_otherwise_is_said() -> None:
         len([text for text in told if "0.weight, 0.bias, 2: its hook sees" in text and "its samples (4)" in text]) == 1
     )
     assert len([text for text in told if "the optimizer changes made with its steps" in text]) == 1
+
+
+@pytest.mark.parametrize("update", ["sync", "async"])
+@pytest.mark.parametrize("counts", [True, False])
+async def test_a_checkpoint_tells_what_it_has_not_and_so_does_a_resume(
+    counts: bool, update: Any, tmp_path: Path
+) -> None:
+    """However few steps a start has made."""
+    optimizer = _Counting if counts else partial(torch.optim.SGD, lr=0.01)
+    made = replace(jobs.mlp_sgd(), max_steps=8, epochs=None, optimizer=lambda model: optimizer(model.parameters()))
+    for max_steps in (3, 8):
+        events: list[Event] = []
+        await train(
+            lambda: made, run_dir=tmp_path, events=events, max_steps=max_steps, checkpoint_every=1,
+            update=UpdateConfig(rule=update),
+        )  # fmt: skip
+        told = [event.text for event in events if isinstance(event, Warned)]
+        assert [text for text in told if "the optimizer changes made with its steps, which" in text][1:] == []
+        assert any("the optimizer changes made with its steps, which" in text for text in told) == counts
+        begins = "the optimizer changes attributes of its own (made) with its steps: what they keep"
+        assert any(begins in text for text in told) == (counts and max_steps == 8)

@@ -9,6 +9,7 @@ import ssl
 import struct
 import sys
 import tempfile
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -416,7 +417,8 @@ async def test_the_peer_hears_of_an_end_though_another_process_has_the_descripto
         os.close(held)
 
 
-async def test_the_end_of_a_link_in_a_tunnel_is_not_the_tunnels():
+@pytest.mark.parametrize("tls", [False, True])
+async def test_the_end_of_a_link_in_a_tunnel_is_not_the_tunnels(tls: bool):
     class Stream(asyncio.Transport):
         """One of several over one socket, of which it tells."""
 
@@ -428,12 +430,19 @@ async def test_the_end_of_a_link_in_a_tunnel_is_not_the_tunnels():
         def is_closing(self) -> bool:
             return self.aborted
 
+        def write(self, data: bytes) -> None:
+            """Nobody answers."""
+
     ours, theirs = socket.socketpair()
     with ours, theirs:
         tunnel, loop = Stream({"socket": ours}), asyncio.get_running_loop()
         reader = asyncio.StreamReader()
-        writer = asyncio.StreamWriter(tunnel, asyncio.StreamReaderProtocol(reader), reader, loop)
-        Link(reader, writer).abort()
+        protocol, transport = asyncio.StreamReaderProtocol(reader), tunnel
+        if tls:
+            inner = SSLProtocol(loop, protocol, ssl.create_default_context(), loop.create_future(), False, "tunnel")
+            inner.connection_made(tunnel)
+            transport = inner._get_app_transport()
+        Link(reader, asyncio.StreamWriter(transport, protocol, reader, loop)).abort()
         assert tunnel.aborted
         ours.send(b"of another stream")
 

@@ -6,6 +6,7 @@ Each attack falsifies a block's sums after the engine has computed them; losses,
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ __all__ = ["ATTACKS", "SLIGHT", "THIRTYFOLD", "Attack", "FalseWorker", "Found", 
 
 Attack = Callable[[Tensor, Task, dict[str, Any]], None]
 """Changes the gradients of a block in place. The dictionary is the attacker's memory."""
+Report = Callable[[ComputedBlock], ComputedBlock]
+"""Says something else of a block: losses, metrics."""
 
 
 def _nan(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
@@ -106,10 +109,15 @@ SLIGHT: Attack = _slightly
 
 
 class FalseWorker(Worker):
-    """A worker whose results go through ``attack`` from step ``begins`` on. ``falsifies``: sums of which role."""
+    """A worker whose results go through ``attack`` from step ``begins`` on. ``falsifies``: sums of which role.
+    ``report``: what it says of them."""
 
-    def __init__(self, *arguments: Any, attack: Attack, begins: int = 0, falsifies: str = "grad", **named: Any) -> None:
+    def __init__(
+        self, *arguments: Any, attack: Attack, begins: int = 0, falsifies: str = "grad", report: Report | None = None,
+        **named: Any,
+    ) -> None:  # fmt: skip
         super().__init__(*arguments, **named)
+        self._report = report
         self._attack, self._begins, self._memory = attack, begins, dict[str, Any]()
         self._falsifies = falsifies
         self.lied_in: list[int] = []
@@ -130,7 +138,7 @@ class FalseWorker(Worker):
                         self._attack(vector.group(group.index), task, self._memory)
             for bucket, vector in sent:
                 emit(bucket, vector)
-            return outcome
+            return outcome if self._report is None else self._report(outcome)
 
         engine.compute = compute  # type: ignore[method-assign]
         return engine
@@ -166,13 +174,25 @@ class _LogShares(nn.Module):
         return self.plain(x)
 
 
-def digits(steps: int, *, log_shares: bool = False) -> Job:
-    """``log_shares``: with a buffer that is not finite in most leaves."""
+_CALLS = itertools.count()  # of all workers and the coordinator: no two have the same of a block, as of a clock
+
+
+def _reported(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[str, Any]]:
+    given = model(batch[0])
+    loss = 0.01 * nn.functional.cross_entropy(given, batch[1])  # small, as late in a run
+    metrics = {"loss": loss.detach(), "nothing": math.nan, "call": next(_CALLS) * 0.618034 % 1.0}
+    return loss, {"right": (given.argmax(1) == batch[1]).float().mean(), **metrics}
+
+
+def digits(steps: int, *, log_shares: bool = False, reports: bool = False) -> Job:
+    """``log_shares``: with a buffer that is not finite in most leaves. ``reports``: with metrics, some of which are no
+    function of the block."""
     x, y, _, _ = _split()
     torch.manual_seed(3)
     model: nn.Module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     return Job(
-        model=_LogShares(model) if log_shares else model, dataset=TensorDataset(x, y), loss=nn.functional.cross_entropy,
+        model=_LogShares(model) if log_shares else model, dataset=TensorDataset(x, y),
+        **({"step": _reported} if reports else {"loss": nn.functional.cross_entropy}),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         batch_size=160, microbatch_size=8, max_steps=steps, seed=5,
     )  # fmt: skip
@@ -198,12 +218,12 @@ class Found:
 
 async def run(
     attack: Attack | None, *, steps: int, workers: int = 5, begins: int = 0, falsifies: str = "grad",
-    log_shares: bool = False, **config: Any,
+    log_shares: bool = False, reports: bool = False, report: Report | None = None, **config: Any,
 ) -> Found:  # fmt: skip
     """Train digits on ``workers``, of which one lies."""
 
     def made_job() -> Job:
-        return digits(steps, log_shares=log_shares)
+        return digits(steps, log_shares=log_shares, reports=reports)
 
     found, job, bus = Found(accuracy=0.0, finished=False), made_job(), Bus()
 
@@ -236,8 +256,9 @@ async def run(
             lies = []
         else:
             false = FalseWorker(
-                coordinator.address, job=made_job(), config=bad, attack=attack, begins=begins, falsifies=falsifies
-            )
+                coordinator.address, job=made_job(), config=bad, attack=attack, begins=begins, falsifies=falsifies,
+                report=report,
+            )  # fmt: skip
             made.insert(2, false)
             lies = false.lied_in
         running = [asyncio.create_task(worker.run()) for worker in made]

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,15 @@ class State:
         return Record(step=step, meta={}, groups={})
 
 
+class Members:
+    """As much of a phase as is asked for here."""
+
+    samples_applied = 0
+
+    def note_beside(self, names: Sequence[str]) -> None:
+        assert not names
+
+
 async def saved_at(
     times: list[float], tmp_path: Path, *, every: int = 500, every_s: float = 600.0, broken: range = range(0)
 ) -> tuple[list[int], list[int]]:
@@ -49,7 +59,7 @@ async def saved_at(
             failed.append(event.step)
 
     bus.subscribe(told)
-    training: Any = SimpleNamespace(aggregator=Parameters(), phase=SimpleNamespace(samples_applied=0), progress=0)
+    training: Any = SimpleNamespace(aggregator=Parameters(), phase=Members(), progress=0)
     folder = tmp_path / "checkpoints"
     policy = CheckpointPolicy(store=CheckpointStore(folder), every=every, every_s=every_s)
     checkpointing = Checkpointing(policy, State(), training, bus, lambda: now[0])
@@ -95,7 +105,7 @@ async def test_the_last_one_is_written_again_where_it_was_deleted(lost: bool, tm
     """With the run directory, after the last commit: no later step brings another."""
     bus, saved = Bus(), list[int]()
     bus.subscribe(lambda event: saved.append(event.step) if isinstance(event, CheckpointSaved) else None)
-    training: Any = SimpleNamespace(aggregator=Parameters(), phase=SimpleNamespace(samples_applied=0), progress=1)
+    training: Any = SimpleNamespace(aggregator=Parameters(), phase=Members(), progress=1)
     store = CheckpointStore(tmp_path / "checkpoints")
     policy = CheckpointPolicy(store=store, every=1, every_s=600.0)
     checkpointing = Checkpointing(policy, State(), training, bus, lambda: 0.0)
@@ -112,8 +122,8 @@ async def test_the_last_one_is_written_again_where_it_was_deleted(lost: bool, tm
 async def test_where_another_rule_goes_on_what_was_saved_and_asked_for_is_known(tmp_path: Path) -> None:
     bus, told = Bus(), list[Any]()
     bus.subscribe(told.append)
-    before: Any = SimpleNamespace(aggregator=Parameters(), phase=SimpleNamespace(samples_applied=0), progress=3)
-    after: Any = SimpleNamespace(aggregator=Parameters(), phase=SimpleNamespace(samples_applied=0), progress=3)
+    before: Any = SimpleNamespace(aggregator=Parameters(), phase=Members(), progress=3)
+    after: Any = SimpleNamespace(aggregator=Parameters(), phase=Members(), progress=3)
     folder = tmp_path / "checkpoints"
     full = list[OSError]()
 

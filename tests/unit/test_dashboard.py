@@ -578,8 +578,9 @@ async def test_nothing_can_be_changed():
 async def test_another_name_for_this_machine_is_turned_away():
     """DNS rebinding: a page elsewhere has its own name point at 127.0.0.1."""
     async with served() as (dashboard, _):
-        assert (await ask(dashboard, "/api/v1/status", host="evil.example:80"))[0] == 403
-        for host in ("localhost", "[::1]:5556", "127.0.0.1"):
+        for host in ("evil.example:80", f"127.0.0.1:{dashboard.port}.evil.example", "[::1]evil", "[::1]:80.evil", ""):
+            assert (await ask(dashboard, "/api/v1/status", host=host))[0] == 403
+        for host in ("localhost", "LOCALHOST:1", "[::1]:5556", "[::1]", "127.0.0.1", "127.0.0.1:"):
             assert (await ask(dashboard, "/api/v1/status", host=host))[0] == 200
 
 

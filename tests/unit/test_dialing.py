@@ -17,7 +17,16 @@ from typing import Any
 import pytest
 from tests.simulator.loop import VirtualLoop
 
-from w5xde_async.errors import ExitCode, FrameTooLarge, LinkLost, RefusalCode, Refused, Unreachable, UsageError
+from w5xde_async.errors import (
+    ExitCode,
+    FrameTooLarge,
+    LinkLost,
+    MalformedFrame,
+    RefusalCode,
+    Refused,
+    Unreachable,
+    UsageError,
+)
 from w5xde_async.net.endpoint import connect, listen
 from w5xde_async.net.join import Invitation, write_private_line
 from w5xde_async.net.link import Link
@@ -446,6 +455,61 @@ def test_who_answers_in_another_protocol_is_said_to_be_no_coordinator(
         runtime = Runtime(clock=world.loop.time, connect=connect)
         dialer = Dialer("127.0.0.1:77", WorkerConfig(connect_timeout_s=5.0, device="cpu"), runtime)
         with pytest.raises(Unreachable, match=r"within 5 s \(what listens there may be no coordinator: header of"):
+            await dialer.join()
+
+    run(main)
+
+
+def test_that_the_protocol_was_broken_is_said_at_once_and_in_the_last_line(
+    run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not that nobody listens there any more: the firewall is not to blame."""
+
+    async def join(link: Any, **_: Any) -> Any:
+        raise MalformedFrame("Welcome.heartbeat_s has a value of the wrong type or range")
+
+    async def main(world: World) -> None:
+        links = [Quiet(), Quiet()]
+
+        async def connect(*_: Any, **__: Any) -> Any:
+            if not links:
+                raise LinkLost("127.0.0.1:77", "Connection refused")
+            return links.pop()
+
+        monkeypatch.setattr(dialing, "join", join)
+        runtime = Runtime(clock=world.loop.time, connect=connect)
+        dialer = Dialer("127.0.0.1:77", WorkerConfig(connect_timeout_s=9.0, device="cpu"), runtime)
+        with pytest.raises(Unreachable) as caught:
+            await dialer.join()
+        assert str(caught.value) == (
+            "no coordinator reachable at 127.0.0.1:77 within 9 s (Connection refused; before that it broke the "
+            "protocol: malformed frame: Welcome.heartbeat_s has a value of the wrong type or range); see what listens "
+            "there, and that both sides have the same version of w5xde-async"
+        )
+        dialer.link_ended(failed=True, applied=False, heard="", broke="1024 leases at once")
+        assert "before that it broke the protocol: 1024 leases at once" in str(dialer.unreachable(9.0))
+
+    with caplog.at_level(logging.WARNING):
+        run(main)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == dialing.__name__]
+    assert "what listens there may be no coordinator: malformed frame: Welcome.heartbeat_s has" in said
+
+
+def test_a_coordinator_that_does_not_say_all_in_time_is_not_called_silent(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def join(link: Any, **_: Any) -> Any:
+        link.bytes_received = 7
+        await asyncio.sleep(60.0)
+
+    async def main(world: World) -> None:
+        async def connect(*_: Any, **__: Any) -> Any:
+            return Quiet()
+
+        monkeypatch.setattr(dialing, "join", join)
+        runtime = Runtime(clock=world.loop.time, connect=connect)
+        dialer = Dialer("127.0.0.1:77", WorkerConfig(connect_timeout_s=9.0, device="cpu"), runtime)
+        with pytest.raises(Unreachable, match="accepted the connection and then did not say all in time"):
             await dialer.join()
 
     run(main)

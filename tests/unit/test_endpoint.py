@@ -396,6 +396,61 @@ async def test_where_all_links_are_members_a_newcomer_is_closed_and_that_is_said
     await asyncio.gather(listener.aclose(), *(link.aclose() for link in links))
 
 
+async def test_at_the_limit_of_descriptors_a_stranger_may_take_its_time_to_end() -> None:
+    async def slow_to_end(link: Link) -> None:
+        try:
+            await echo(link)
+        finally:
+            for _ in range(40):
+                await asyncio.sleep(0)
+
+    listener = await listen("127.0.0.1", 0, slow_to_end)
+    listener._max_links = 4
+    with ExitStack() as silent:
+        for _ in range(4):
+            silent.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
+        for _ in range(3):
+            link = await connect("127.0.0.1", listener.port, timeout_s=5)
+            await beat(link)
+            await link.aclose()
+        await listener.aclose()
+
+
+@pytest.mark.parametrize("accepted", ["here", "elsewhere"])
+async def test_whoever_waits_for_room_is_closed_where_nobody_waits_any_more(accepted: str) -> None:
+    closing, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow_to_end(link: Link) -> None:
+        try:
+            await echo(link)
+        finally:
+            closing.set()
+            await may_end.wait()
+
+    listener = await listen("127.0.0.1", 0, slow_to_end)
+    listener._max_links = 2
+    links = [await connect("127.0.0.1", listener.port, timeout_s=5) for _ in range(2)]
+    for link in links:
+        await beat(link)
+    if accepted == "here":
+        newcomer = await connect("127.0.0.1", listener.port, timeout_s=5)
+        await closing.wait()
+        await listener.stop_accepting()
+    else:
+        ours, theirs = socket.socketpair()
+        newcomer = Link(*await asyncio.open_connection(sock=ours))
+        serving = asyncio.create_task(listener.serve(*await asyncio.open_connection(sock=theirs)))
+        await closing.wait()
+        serving.cancel()
+        await asyncio.wait([serving])
+        assert serving.cancelled()
+    with pytest.raises(LinkLost):
+        async with asyncio.timeout(5):
+            await newcomer.recv()
+    may_end.set()
+    await asyncio.gather(newcomer.aclose(), listener.aclose(), *(link.aclose() for link in links))
+
+
 @pytest.mark.parametrize("limits", [{"max_strangers": 4}, {"max_of_address": 4}])
 async def test_links_that_are_let_in_take_no_strangers_place(
     limits: dict[str, int], caplog: pytest.LogCaptureFixture

@@ -127,6 +127,17 @@ def test_the_headline_of_a_failed_leaf() -> None:
     assert update == f"the update after step 8 raised ValueError: no (test_errors.py:{number})"
 
 
+def test_an_error_of_this_package_is_not_told_as_the_jobs() -> None:
+    with ThreadPoolExecutor(1) as thread:
+        error = thread.submit(flatten, {"x": object()}).exception()
+    assert isinstance(error, TypeError)
+    told = str(UpdateFailed(8, error, LeafFailed.shown(error))).splitlines()[0]
+    words = "in w5xde-async itself, not in the job's code"
+    assert re.fullmatch(
+        rf"the update after step 8 raised TypeError: {re.escape(str(error))} {words} \(\w+[/\\]\w+\.py:\d+\)", told
+    )
+
+
 def test_a_long_traceback_loses_its_middle() -> None:
     told = raised(lambda: exec("x = 0\n" * 300 + "raise ValueError('y' * 20_000 + ' the end')"))
     assert len(told) < 9000

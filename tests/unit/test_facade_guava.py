@@ -36,11 +36,13 @@ from torch.utils.data import (
     default_collate,
 )
 
+from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import CheckpointMismatch, LeafFailed, PortInUse, StoreError, UsageError
 from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator
 from w5xde_async.facade.guava.loaders import reading_of
 from w5xde_async.facade.guava.workers import network_worker as program
+from w5xde_async.plan.numerics import EXACT, FIRST
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.telemetry.events import Event, StepCommitted
@@ -652,6 +654,23 @@ def asking(orchestrator: Orchestrator, ask: Callable[[], None]) -> Any:
     thread.join(10)
     assert not raised, raised
     return result
+
+
+def test_workers_on_this_machine_that_are_islands_are_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    async def trained(_: Orchestrator, job: Any, settings: CoordinatorConfig) -> None:
+        asked.append(settings.numerics)
+        raise UsageError("that is all")
+
+    monkeypatch.setattr(Orchestrator, "_train", trained)
+    orchestrator = orchestrator_for(tmp_path / "run", num_workers=2)
+    orchestrator.register_model(linear())
+    for island in ("", "tp=2"):
+        monkeypatch.setenv("W5XDE_ISLAND", island)
+        with pytest.raises(UsageError, match="that is all"):
+            orchestrator.start_training(DataLoader(dataset(), batch_size=8))
+    assert asked == [EXACT, FIRST]
 
 
 def test_a_stop_while_the_run_is_prepared_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1136,6 +1136,9 @@ def test_batch_norm_has_whole_batches_where_they_grow() -> None:
     job = server._job
     assert (job.batch_size, job.leaf_samples, job.microbatch_samples, job.drop_last) == (32, 16, 16, True)
     BatchGrowth(sampler_of(job), torch.optim.SGD([torch.zeros(1)]), target=64, patience=1, epochs=1, max_steps=None)
+    rateless = torch.optim.Optimizer([torch.zeros(1)], {})
+    with pytest.raises(UsageError, match="--target-batch multiplies the learning rate"):
+        BatchGrowth(sampler_of(job), rateless, target=64, patience=1, epochs=1, max_steps=None)
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,8 @@ def test_a_norm_has_the_same_bits_with_any_number_of_threads_and_shows_what_is_n
             spoiled = values.clone()
             spoiled[at] = bad
             assert not math.isfinite(l2_norm(spoiled))
+    large = values.sign() * 3e38
+    assert l2_norm(large) == pytest.approx(3e38 * math.sqrt(numel), rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

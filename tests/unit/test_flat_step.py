@@ -271,6 +271,63 @@ def test_a_momentum_that_begins_later_is_in_the_state() -> None:
     assert beside.is_flat
 
 
+def test_a_momentum_that_a_scheduler_begins_after_a_step_is_in_the_state() -> None:
+    def cycled(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 60, max_momentum=0.0, base_momentum=0.9)
+
+    beside = Beside(lambda of: torch.optim.SGD(of, lr=0.1))
+    beside.rule.scheduler, theirs = cycled(beside.ours), cycled(beside.theirs)
+    for step in range(8):
+        beside.step()
+        theirs.step()
+        beside.check()
+        if step == 4:
+            beside.resume()
+    assert beside.is_flat
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("optimizer", [sgd, adamw, lambda of: torch.optim.AdamW(of, lr=0.1, fused=True)])
+def test_a_parameter_that_is_named_twice_is_stepped_twice(optimizer: Make) -> None:
+    beside = Beside(lambda of: optimizer([*of, of[0]]))
+    for step in range(6):
+        beside.step()
+        beside.check()
+        if step == 3:
+            beside.resume()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_step_in_which_nothing_has_a_gradient(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if several:
+        apart(monkeypatch)
+    beside = Beside(adamw)
+    for _ in range(4):
+        beside.step(frozenset(range(len(SHAPES))))
+        beside.check()
+    assert beside.is_flat
+
+
+@pytest.mark.parametrize("optimizer", [adamw, lambda of: torch.optim.AdamW(of, lr=0.1, fused=True)])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_hook_that_comes_later_is_called_once_a_step_with_what_the_optimizer_has(
+    optimizer: Make, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart(monkeypatch)
+    beside, heard = Beside(optimizer), list[int]()
+    for _ in range(steps):
+        beside.step()
+
+    def hear(made: torch.optim.Optimizer, *_: Any) -> None:
+        heard.append(sum(parameter.numel() for group in made.param_groups for parameter in group["params"]))
+
+    beside.ours.register_step_post_hook(hear)
+    for _ in range(3):
+        beside.step()
+        beside.check()
+    assert heard == [sum(parameter.numel() for parameter in beside.plain)] * 3
+
+
 def test_a_skipped_step_changes_nothing_and_makes_no_state() -> None:
     beside = Beside(adamw)
     root = ResultVector(beside.layout)
@@ -339,7 +396,8 @@ def test_parameters_that_do_not_lie_in_one_vector_are_stepped_by_themselves(chan
     if change == "half":
         state.adopt(model)
     flat = FlatStep(sgd(list(model.parameters())), layout, state, list(enumerate(model.parameters())))
-    flat.note_own_step(())
+    flat.ready(())
+    flat.note_own_step()
     assert not flat.ready(())
 
 

@@ -51,16 +51,6 @@ def test_what_a_schedule_changes_is_read_in_every_step(clip: float | None) -> No
     assert beside.is_flat
 
 
-def test_a_hook_that_comes_later_is_called() -> None:
-    beside, heard = Beside(fused), list[int]()
-    beside.step()
-    beside.step()
-    beside.ours.register_step_post_hook(lambda *_: heard.append(1))
-    beside.step()
-    beside.check()
-    assert heard == [1]
-
-
 def test_gradients_that_come_and_go() -> None:
     beside = Beside(fused, 2)
     for untouched in (set(), {3}, {3}, {3, 8}, set(), {8}, {8}, set(), set()):

@@ -68,6 +68,29 @@ def test_a_coordinator_without_an_answer_and_a_worker_without_a_dashboard(tmp_pa
         assert health.main(tmp_path / "cmdline") == 0
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("w5xde", "coordinator"),
+        ("python", "/opt/w5xde/bin/w5xde", "coordinator"),
+        ("/usr/bin/tini", "--", "w5xde", "coordinator"),
+        ("sudo", "-u", "w5xde", "w5xde", "coordinator"),
+        ("python", "-m", "w5xde_async", "coordinator"),
+        ("python", "-m", "w5xde_async.coordinator"),
+    ],
+)
+def test_a_coordinator_is_known_however_it_was_started(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(health, "answers", lambda port, host: asked.append((host, port)))
+    first = tmp_path / "cmdline"
+    given = (*words, "train.py:job", "--dashboard-address", "127.0.0.1:77")
+    first.write_bytes(b"".join(word.encode() + b"\0" for word in given))
+    assert health.main(first, {}) == 1
+    assert asked == [("127.0.0.1", 77)]
+
+
 @pytest.mark.parametrize("program", [("/opt/w5xde/bin/w5xde",), ("-m", "w5xde_async")])
 @pytest.mark.parametrize(
     "words", [("--server", "coordinator", "--job", "w5xde"), ("--name", "coordinator", "--join-file", "join")]

@@ -245,6 +245,11 @@ def stepped(model: nn.Module) -> O.Optimizer:
         (hooked, "hooks"),
         (stepped, "steps already"),
         (lambda model: O.SGD([nn.Parameter(torch.ones(1))]), "not the model's"),
+        pytest.param(
+            lambda model: O.SGD([*model.parameters(), next(model.parameters())]),
+            r"group 0 names \S+ twice, .*model.parameters\(\)",
+            marks=pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters"),
+        ),
     ],
 )
 def test_what_is_not_described(make: Callable[[nn.Module], O.Optimizer], said: str) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler, default_collate
 from transformers import BatchEncoding
 
 from w5xde_async.errors import ExitCode, JobError
@@ -113,6 +113,11 @@ class Told(TensorDataset):
         ),
         ({"dataset": object()}, r"dataset has no dataset\[i\] and cannot be iterated"),
         ({"shuffle_buffer": 0}, "shuffle_buffer is 0"),
+        (
+            {"dataset": DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * len(DATA), 3))},
+            "matter; its WeightedRandomSampler is not taken over: draw the samples' indices yourself, with a seed",
+        ),
+        ({"dataset": DataLoader(DATA, shuffle=True)}, r"batch_size=\.\.\. where they matter$"),
         ({"dataset": DataLoader(DATA)}, "dataset is a DataLoader; give its dataset=loader.dataset, and collate"),
         ({"dataset": []}, "dataset is empty"),
         (

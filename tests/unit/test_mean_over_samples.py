@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from w5xde_async import Job
+from w5xde_async.compute import mean_over_samples
 from w5xde_async.compute.mean_over_samples import _apart, what_is_no_mean
 from w5xde_async.job import build_model
 
@@ -209,6 +210,19 @@ def test_a_mean_over_tokens_is_told_where_every_token_costs_alike() -> None:
     )
     assert "a mean over tokens" in told
     assert "it is no mean over samples" in told
+
+
+def test_gradients_as_large_as_a_vocabulary_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, grad = [], torch.autograd.grad
+
+    def counted(loss: Any, of: Any, **options: Any) -> Any:
+        sizes.append(sum(parameter.numel() for parameter in of))
+        return grad(loss, of, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", counted)
+    monkeypatch.setattr(mean_over_samples, "_MOST_VALUES", 100)
+    assert "has a gradient that is" in str(_told(_language(_over_tokens)))  # the bias tells
+    assert sizes == [50] * 5
 
 
 @pytest.mark.parametrize("step", [_over_samples, _in_bf16])

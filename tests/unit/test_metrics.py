@@ -21,7 +21,7 @@ EVENTS = [
     CheckpointFailed(step=3, reason="full"), JournalFailed(step=3, reason="full", seconds=1.0),
     ResultHeld(worker_id="a", name="name-a", step=2, why="norm"),
     reported("a", 1.0, compute_s=0.5, rtt_s=0.002, flops_per_leaf=1e6), reported("b", 1.0),
-    run_reported(leaves=8, leaves_in_vain=2, leases_stale=1, residuals_lost=3, downlink_raw_bytes=400,
+    run_reported(leaves=8, leaves_in_vain=2, leases_stale=1, refused=5, residuals_lost=3, downlink_raw_bytes=400,
                  downlink_encoded_bytes=100), left("b"),
 ]  # fmt: skip
 #: Base units, and what stands without one: counts, ratios, numbers of a step.
@@ -51,6 +51,15 @@ def test_what_the_step_returned():
     assert ("w5xde_step_metric", (("metric", "only once"),)) not in found
 
 
+def test_a_rate_that_is_not_known_is_no_figure():
+    made = Metrics()
+    made(STARTED)
+    made(committed(1))
+    assert ("w5xde_learning_rate", ()) in values(made)
+    made(committed(2, learning_rate=None))
+    assert ("w5xde_learning_rate", ()) not in values(made)
+
+
 def test_figures():
     found = values(filled())
     assert found["w5xde_steps_total", ()] == 2
@@ -67,6 +76,7 @@ def test_figures():
     assert found["w5xde_leases_refused_total", (("verdict", "stale"),)] == 1
     assert found["w5xde_journal_up", ()] == 0
     assert found["w5xde_residuals_lost_total", ()] == 3
+    assert found["w5xde_links_refused_total", ()] == 5
     assert found["w5xde_downlink_raw_bytes_total", ()] == 4 * found["w5xde_downlink_encoded_bytes_total", ()]
     assert found["w5xde_results_held_total", (("why", "norm"),)] == 1
     assert found["w5xde_workers_left_total", (("how", "lost"),)] == 1

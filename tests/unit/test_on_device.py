@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tests.support import jobs
 from torch import Tensor
@@ -32,6 +33,16 @@ def test_what_was_brought_is_divided_as_it_was_then() -> None:
     assert device.norms(dict(enumerate(sums))) == {b: torch.linalg.vector_norm(p).item() for b, p in enumerate(kept)}
     device.divide(sums, [True] * len(sums), 4.0)
     assert all(torch.equal(device.vector.buckets[bucket], piece / 4.0) for bucket, piece in enumerate(kept))
+
+
+def test_norms_of_what_has_no_squares_in_float32() -> None:
+    device, sums = made()
+    for bucket, piece in enumerate(sums):
+        device.bring(bucket, piece.fill_(1e20))
+    expected = {bucket: 1e20 * piece.numel() ** 0.5 for bucket, piece in enumerate(sums)}
+    assert device.norms(dict(enumerate(sums))) == pytest.approx(expected)
+    square = device.divide(sums, [True] * len(sums), 1.0)
+    assert square**0.5 == pytest.approx(1e20 * sum(piece.numel() for piece in sums) ** 0.5)
 
 
 def test_another_tensor_at_the_same_place_was_not_brought() -> None:

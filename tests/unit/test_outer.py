@@ -107,6 +107,29 @@ def test_a_schedule_counts_results_however_often_a_run_has_stopped(stops: tuple[
     assert steps_of(again) == 7
 
 
+def test_steps_of_which_no_result_counts_do_not_step_the_schedule() -> None:
+    """A stop after them makes a version of what is in the buffer, and has the scheduler go no faster."""
+
+    def made() -> OuterRule:
+        return rule_of(
+            lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1), rule="async", results_per_step=4
+        )
+
+    rule, results = made(), 0
+    for step in range(24):
+        if step % 3 == 2:
+            rule.skip([step], 8)
+            continue
+        assert rule.offer(contribution(rule, step)).accepted
+        results += 1
+        if rule.due or step % 3 == 1:
+            rule.commit(0)
+            assert rule.scheduler.state_dict()["last_epoch"] == results // 4
+            state, rule = rule.state_dict(), made()
+            rule.load_state_dict(state)
+    assert results == 16
+
+
 def test_results_stay_when_the_step_of_them_is_refused() -> None:
     """A hook of the optimizer's has frozen a parameter: once that is mended, the result counts."""
     models: list[nn.Module] = []

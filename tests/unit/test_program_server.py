@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,65 @@ async def test_it_is_traced_for_who_asks_or_while_nobody_computes(
     (told,) = asks.told
     assert told.reason.endswith("no process could be started for it (no room)")
     await running
+
+
+class Child:
+    """A process that traces until ``ends``."""
+
+    pid, stdout = 7, None
+
+    def kill(self) -> None:
+        raise ProcessLookupError
+
+    async def wait(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("computes", [True, False])
+async def test_it_gives_way_as_soon_as_somebody_computes(monkeypatch: pytest.MonkeyPatch, computes: bool) -> None:
+    """Until then everybody waits for it: on a busy machine it must not be the last."""
+    ends, gave_way, at_work, niced = asyncio.Event(), asyncio.Event(), [False], list[int]()
+
+    async def started(*_: str, **__: object) -> Any:
+        return Child()
+
+    def gives_way(child: Any) -> None:
+        niced.append(child.pid)
+        gave_way.set()
+
+    async def output(child: Any) -> bytes:
+        await ends.wait()
+        return b""
+
+    monkeypatch.setattr(program_server, "_LOOK_S", 0.001)
+    monkeypatch.setattr(program_server, "start_process", started)
+    monkeypatch.setattr(program_server, "_output", output)
+    monkeypatch.setattr(program_server, "_give_way", gives_way)
+    programs = ProgramServer(Layout.of(nn.Linear(2, 2)), CoordinatorConfig(code_free=True), Bus())
+    asks: Any = Asking()
+    programs.ask(asks, ProgramRequest(1, b""))
+    assert list(programs.awaited_by) == [asks]
+    running = asyncio.create_task(programs.run("train.py:job", 4, None, idle=lambda: not at_work[0]))
+    await asyncio.wait([running], timeout=0.02)
+    assert not niced
+    at_work[0] = computes
+    if computes:
+        await gave_way.wait()
+    ends.set()
+    await running
+    assert niced == [7] * computes
+    assert asks.told
+    assert not programs.awaited_by
+
+
+@pytest.mark.skipif(not hasattr(os, "setpriority"), reason="has no nice")
+def test_a_child_that_gives_way_is_nice() -> None:
+    with subprocess.Popen([sys.executable, "-IS", "-c", "input()"], stdin=subprocess.PIPE) as child:
+        before = os.getpriority(os.PRIO_PROCESS, child.pid)
+        program_server._give_way(child)  # type: ignore[arg-type]
+        assert os.getpriority(os.PRIO_PROCESS, child.pid) == min(before + 5, 19)
+        child.kill()
+    program_server._give_way(child)  # type: ignore[arg-type]  # which has ended
 
 
 @pytest.mark.parametrize("left", [2, 20, 900])

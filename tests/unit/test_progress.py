@@ -392,8 +392,15 @@ def test_verbose_adds_phases_at_most_a_few_a_second() -> None:
     phases = [line for line in lines if "wait" in line]
     assert 3 <= len(phases) <= 5
     assert "10 ms: wait 8 ms  reduce 50 µs  out 100 B  in 200 B" in phases[0]
+    assert "loss 0.5000  lr 0.001  |g| 0.5  " in phases[0]
     assert "step 5 saved: p (1.5 kB, 300 ms, paused 2 ms)" in shown(SAVED)
     assert shown.progress.handler().level == logging.INFO
+
+
+def test_a_rate_that_is_not_known_is_not_shown() -> None:
+    shown = Shown(mode="verbose")
+    shown(START)
+    assert "loss 0.5000  |g| 0.5  " in shown(step(1, learning_rate=None))
 
 
 @pytest.mark.parametrize("mode", ["silent", "normal", "verbose"])
@@ -513,6 +520,16 @@ def test_off_a_terminal_and_in_verbose_mode_they_are_in_the_line() -> None:
         START, step(7, metrics=metrics)
     )
     assert "step 7  loss 0.5000  accuracy 0.9712  bad" in Shown(mode="verbose")(START, step(7, metrics=metrics))
+
+
+def test_a_metric_with_the_name_of_a_number_of_the_runs_own_is_told_apart():
+    metrics = {"loss": 123.0, "step": 2.0}
+    told = Shown(terminal=True, columns=160, color=False)(START, step(7, metrics=metrics))
+    assert "loss 0.5000 · metric loss 123.0000 · metric step 2.0000" in told
+    told = Shown(mode="verbose")(START, step(7, metrics=metrics))
+    assert "step 7  loss 0.5000  metric loss 123.0000  metric step 2.0000  lr" in told
+    told = Shown()(START, replace(FINISHED, metrics={"loss": 0.25}))
+    assert "\n  metric loss  0.2500\n" in told
 
 
 def test_the_best_evaluation_is_said_at_once_and_at_the_end() -> None:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -26,6 +27,7 @@ from w5xde_async.errors import CheckpointCorrupt, ExitCode, RunDirBusy, StoreErr
 from w5xde_async.store import rundir
 from w5xde_async.store.checkpoint import CheckpointStore, Record
 from w5xde_async.store.filesystem import Filesystem
+from w5xde_async.store.journal import Journal
 from w5xde_async.store.rundir import RunDir, RunDirUnusable, Superseded, export_model, export_tensors
 from w5xde_async.store.tensors import read_metadata, read_tensors
 from w5xde_async.store.toml import to_toml
@@ -294,6 +296,54 @@ def test_a_damaged_identity_is_written_anew_while_the_run_goes_on(tmp_path: Path
         assert (tmp_path / "run.json").read_bytes() == content
 
 
+def test_who_was_superseded_stays_so_whatever_becomes_of_the_identity(tmp_path: Path) -> None:
+    with RunDir.open(tmp_path, resume=True) as run:
+        run.next_term()
+        identity = tmp_path / "run.json"
+        identity.write_text(json.dumps({"run_id": run.run_id, "term": 2}))  # by a machine that has not our lock
+        with pytest.raises(Superseded, match="term 2 has taken the run over"):
+            run.filesystem.fence()
+        identity.write_bytes(b"\0" * 80)
+        with pytest.raises(Superseded, match="term 2 has taken the run over"):
+            run.filesystem.fence()
+        assert identity.read_bytes() == b"\0" * 80
+        identity.unlink()
+        with pytest.raises(Superseded, match="term 2 has taken the run over"):
+            run.filesystem.fence()
+        assert not identity.exists()
+
+
+@pytest.mark.parametrize("abandoned", ["", "abandoned-"])
+@pytest.mark.parametrize("kind", ["checkpoint", "journal"])
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"\0" * 80), Path.unlink])
+def test_an_identity_is_written_anew_only_where_no_later_term_has_left_anything(
+    tmp_path: Path, damage: Callable[[Path], Any], kind: str, abandoned: str
+) -> None:
+    with RunDir.open(tmp_path, resume=True) as run:
+        run.next_term()
+
+        def leave(term: int, run_id: str = run.run_id) -> None:
+            if kind == "checkpoint":
+                store = CheckpointStore(run.checkpoints_path)
+                left = store.save(Record(step=term, meta={"run_id": run_id, "term": term}, groups={})).path
+            else:
+                journal = Journal(run.journal_path, run_id=run_id, fingerprint="model")
+                journal.begin(0, term)
+                journal.close()
+                left = max(run.journal_path.glob("segment-*"))
+            left.rename(left.with_name(abandoned + left.name))
+
+        leave(1)
+        leave(7, "0" * 16)
+        damage(tmp_path / "run.json")
+        run.filesystem.fence()
+        assert json.loads((tmp_path / "run.json").read_text()) == {"run_id": run.run_id, "term": 1}
+        leave(2)
+        damage(tmp_path / "run.json")
+        with pytest.raises(Superseded, match="term 2 has taken the run over"):
+            run.filesystem.fence()
+
+
 def test_a_damaged_identity_beside_checkpoints_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
     with RunDir.open(tmp_path, resume=True) as run:
         CheckpointStore(run.checkpoints_path, filesystem=run.filesystem).save(Record(step=3, meta={}, groups={}))
@@ -310,6 +360,9 @@ def test_what_stands_in_the_way_is_named(tmp_path: Path) -> None:
     (path / ".lock").rmdir()
     (path / ".lock").symlink_to(path / ".lock")
     assert f"stands where a file or a directory is needed ({path / '.lock'}); move" in unusable(path)
+    (path / ".lock").unlink()
+    (path / ".lock").symlink_to(path / "nowhere" / "lock")
+    assert f"{path / '.lock'} is a symbolic link that leads nowhere; remove it" in unusable(path)
     file = tmp_path / "file"
     file.write_text("")
     assert f"a file stands where a directory is needed ({file}); move it away" in unusable(file / "x" / "y")

@@ -251,6 +251,21 @@ def test_every_path_may_begin_with_the_home_directory(program: type[Program], tm
     assert told.values["token_file"] == Path("~nobody-has-it/x")
 
 
+@pytest.mark.parametrize("program", [CoordinatorSettings, WorkerSettings])
+def test_so_may_a_jobs_file_and_a_checkpoint(program: type[Program], tmp_path: Path) -> None:
+    home, place = str(tmp_path), ("--server", "here:1") if program is WorkerSettings else ()
+    told, _ = read(program, place, prog="p", environment={"W5XDE_JOB": "~/train.py:job"})
+    assert told.values["job"] == f"{home}/train.py:job"
+    file = tmp_path / "w5xde.toml"
+    file.write_text(f'[{program.table}]\njob = "~/train.py:job"\n')
+    told, _ = read(program, (*place, "--config", str(file)), prog="p", environment={})
+    assert told.values["job"] == f"{home}/train.py:job"
+    if program is CoordinatorSettings:
+        for resume in ("auto", "never", "runs/a~b", "~/runs/step-1"):
+            told, _ = read(program, ("j:job", f"--resume={resume}"), prog="p", environment={})
+            assert told.values["resume"] == resume.replace("~/", f"{home}/")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

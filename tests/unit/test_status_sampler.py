@@ -250,6 +250,19 @@ def test_one_more_link_of_a_member_is_no_worker_that_joins(monkeypatch: pytest.M
     assert [(event.worker_id, event.state) for event in found[:-1]] == [("a", "ready"), ("b", "joining")]
 
 
+def test_what_a_worker_that_joins_waits_for():
+    """Its model, and before that, without the job's code, the program."""
+    link = SimpleNamespace(peer="p", bytes_received=1, bytes_sent=2)
+    one, other = (
+        SimpleNamespace(worker_id=worker, name=worker, link=link, last_message="m", admitted_at=0.0) for worker in "ab"
+    )
+    roster = SimpleNamespace(programs=SimpleNamespace(awaited_by=[other]))
+    training: Any = SimpleNamespace(roster=roster, context=SimpleNamespace(bus=Bus(), clock=lambda: 0.0))
+    sampler = StatusSampler(training)
+    told = [sampler._joining(session, 3.0).waits_for for session in (one, other)]  # type: ignore[arg-type]
+    assert told == ["its model to be built", "the step to be made a program (--job needs none)"]
+
+
 def test_why_a_worker_waits():
     """One step of four leaves, from before the first lease to the update; a and b are here."""
     ledger = Ledger()

@@ -205,6 +205,47 @@ def test_a_factor_multiplies_every_groups_rate_in_one_step_alone(tensors: bool) 
     assert all(group["lr"] is rate for group, rate in zip(mine.rule.optimizer.param_groups, before, strict=True))
 
 
+class Beside(torch.optim.Optimizer):
+    """Makes its steps by another, and has no setting itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__([p for p in module.parameters() if p.requires_grad], {})
+        self.made = momentum(module)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.made.step()
+
+
+class Rateless(torch.optim.Optimizer):
+    """``unset``: as one that finds a rate itself."""
+
+    def __init__(self, module: nn.Module, unset: dict[str, Any]) -> None:
+        super().__init__([p for p in module.parameters() if p.requires_grad], unset)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad.sign())
+
+
+def test_the_rate_is_that_of_an_optimizer_which_it_holds() -> None:
+    bench, other = Bench(optimizer=Beside), Bench()
+    for step, factor in enumerate((1.0, 3.0, 1.0)):
+        applied = bench.apply(gradients(step), rate_factor=factor)
+        assert applied.learning_rate == other.apply(gradients(step), rate_factor=factor).learning_rate
+    assert bench.state.digest() == other.state.digest()
+    assert [group["lr"] for group in bench.rule.optimizer.made.param_groups] == [0.1]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("unset", [{}, {"lr": None}])
+def test_an_optimizer_without_a_rate_makes_its_steps(unset: dict[str, Any]) -> None:
+    bench = Bench(optimizer=lambda module: Rateless(module, unset))
+    before = bench.state.digest()
+    assert [bench.apply(gradients(0), rate_factor=factor).learning_rate for factor in (1.0, 2.0)] == [None, None]
+    assert bench.state.digest() != before
+
+
 def test_the_norm_is_that_of_the_mean_gradient_before_clipping() -> None:
     for clip in (None, 0.1):
         for rare in (True, False):
@@ -326,15 +367,23 @@ class Counts(torch.optim.SGD):
         self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
 
 
+class Sees(Lookahead):
+    """Sees to one of them itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "k": self.k}
+
+
 @pytest.mark.parametrize(
     ("make", "beside"),
     [
         (Lookahead, ["k", "slow"]),
+        (Sees, ["slow"]),
         (Holds, ["average", "noted"]),
         (partial(Counts, lr=0.1), []),
         (partial(torch.optim.AdamW, lr=0.1), []),
     ],
-    ids=["beside", "held", "saved", "torch's"],
+    ids=["beside", "its own state_dict", "held", "saved", "torch's"],
 )
 def test_what_an_optimizer_keeps_where_no_checkpoint_has_it_is_known(make: Any, beside: list[str]) -> None:
     bench = Bench(optimizer=lambda module: make([p for p in module.parameters() if p.requires_grad]))
@@ -356,6 +405,42 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float, clip: floa
     assert (applied.skipped, applied.changed, math.isfinite(applied.gradient_norm)) == (True, (), False)
     assert (bench.state.digest(), pack_state(bench.rule.state_dict())[0]) == (before, state)
     assert all(parameter.grad is None for parameter in bench.model.parameters())
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("size", [1e20, 3e38])
+def test_a_gradient_whose_squares_are_beyond_float32_is_finite(size: float, clip: float | None) -> None:
+    bench = Bench(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-2), gradient_clip_val=clip)
+    before = {name: tensor.detach().clone().double() for name, tensor in bench.model.named_parameters()}
+    sums = {name: gradient.sign() * size for name, gradient in gradients(0).items()}
+    norm = math.sqrt(sum(value.numel() for value in sums.values())) * size
+    applied = bench.apply(sums, samples=1)
+    assert not applied.skipped
+    assert applied.gradient_norm == pytest.approx(norm, rel=1e-2)
+    by = 1e-2 * (1.0 if clip is None else clip / norm)
+    for name, tensor in bench.model.named_parameters():
+        if name in sums:
+            expected = before[name] - by * sums[name].double()
+            assert torch.allclose(tensor.double(), expected, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_gradient_that_is_finite_in_float16_though_its_norm_is_not(clip: float | None) -> None:
+    """That is clipped; one that is not finite there skips the step."""
+    model = nn.Linear(8, 8, bias=False).half()
+    layout = Layout.of(model)
+    state = FlatState(layout)
+    state.copy_from(model)
+    state.adopt(model)
+    rule = SyncRule(list(model.parameters()), layout, state, torch.optim.SGD(model.parameters(), lr=1e-3), clip=clip)
+    root, before = ResultVector(layout), model.weight.detach().clone()
+    for size, skips in ((6e4, False), (7e4, True)):
+        root.buckets[0].fill_(size)
+        applied = rule.apply(root, [True], 1, set())
+        assert applied.skipped == skips
+        assert applied.gradient_norm == pytest.approx(8 * size)
+        expected = before - (60.0 if clip is None else 1e-3 / 8)
+        assert torch.allclose(model.weight, expected, rtol=1e-2)
 
 
 def test_fp16_scales_backs_off_and_grows() -> None:
@@ -515,6 +600,7 @@ def foreign(module: nn.Module) -> torch.optim.Optimizer:
         ({"optimizer": lambda module: torch.optim.LBFGS(module.parameters())}, "LBFGS"),
         ({"optimizer": lambda module: 3}, "returned int"),
         ({"optimizer": foreign}, "not the model's"),
+        ({"optimizer": lambda module: torch.optim.SGD(module.parameters(), fused=True)}, "fused SGD.*leave out fused"),
         ({"scheduler": plateau}, "ReduceLROnPlateau"),
         ({"scheduler": lambda optimizer: "cosine"}, "returned str"),
     ],
@@ -523,6 +609,20 @@ def foreign(module: nn.Module) -> torch.optim.Optimizer:
 def test_what_cannot_work_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(JobError, match=words):
         Bench(**change)
+
+
+def test_a_fused_optimizer_is_for_float32(device: torch.device | None) -> None:
+    """Torch's SGD is wrong with others."""
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    bench = Bench(optimizer=lambda model: sgd(model.parameters()))
+    assert bench.rule.fused_form == ""
+    Bench(optimizer=lambda model: torch.optim.AdamW(model.parameters(), fused=True))
+    model = nn.Linear(3, 3)
+    layout = Layout.of(model)
+    state = FlatState(layout)
+    state.adopt(model)
+    rule = SyncRule(list(model.parameters()), layout, state, sgd(model.parameters()))
+    assert rule.fused_form == "SGD(..., fused=True)"
 
 
 def test_an_optimizer_function_may_make_a_schedule_too() -> None:

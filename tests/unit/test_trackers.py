@@ -217,16 +217,18 @@ def test_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert caplog.messages == ["no tensorboardX: it is not installed (pip install 'w5xde-async[tensorboard]')"]
 
 
-def test_tensorboard_files(tmp_path: Path):
+@pytest.mark.parametrize("rate", [0.1, None])
+def test_tensorboard_files(rate: float | None, tmp_path: Path):
     pytest.importorskip("tensorboardX")
     logging.getLogger("tensorboardX").setLevel(logging.ERROR)
     tracking = Tracking(["tensorboard"], tmp_path, interval_s=0.0)
     tracking(STARTED)
-    tracking(committed(7, loss=0.25))
+    tracking(committed(7, loss=0.25, learning_rate=rate))
     tracking(FINISHED)
     tracking.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
-    assert b"learning_rate" in file.read_bytes()
+    assert b"gradient_norm" in file.read_bytes()
+    assert (b"learning_rate" in file.read_bytes()) == (rate is not None)
 
 
 def fake(name: str, **members: Any) -> ModuleType:

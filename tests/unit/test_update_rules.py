@@ -352,6 +352,17 @@ def test_inner_steps_follow_speed() -> None:
 # -- radial-directional average
 
 
+@pytest.mark.parametrize("least", [1e-45, 1e-39, 1e-30])
+def test_a_tensor_that_is_next_to_nothing_has_no_direction_or_its_own(least: float) -> None:
+    average = RadialDirectionalAverage(4, [(0, 1), (1, 4)])
+    vector = torch.tensor([least, 1.0, 2.0, 2.0])
+    for samples in (64, 1024):
+        average.add(vector, samples=samples, weight=1.0)
+    found = average.take()
+    assert torch.allclose(found, vector)
+    assert float(found[0]) == (pytest.approx(least) if least > 1e-35 else 0.0)
+
+
 def test_the_radial_directional_average_is_the_formula() -> None:
     """Per tensor (sum w|x| / sum w) phi(sum w phi(x) / sum w), phi(x) = x / |x|; padding stays zero; twice over."""
     tensors, samples, weights = [(0, 3), (4, 7)], [3, 1, 6], [1.0, 0.5, 0.25]

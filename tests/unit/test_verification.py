@@ -85,6 +85,23 @@ def test_what_differs_beside_the_sums_is_said() -> None:
     assert "but one says that 1 parameter(s) had no gradient and the other does not" in str(untouched)
 
 
+def test_numbers_are_compared_beside_the_largest_of_their_own() -> None:
+    def said(losses: tuple[float, ...], **metrics: tuple[float, ...]) -> Any:
+        values = tuple(value for leaf in zip(*metrics.values(), strict=True) for value in leaf)
+        return SimpleNamespace(losses=losses, metric_names=tuple(metrics), metrics=values)
+
+    def apart(mine: Any, theirs: Any) -> list[str]:
+        return list(deviation.numbers_apart(mine, theirs, 0.01))
+
+    one = said((0.02, 1e-9), right=(0.5, math.nan), most=(math.inf, 3.0))
+    assert apart(one, one) == apart(one, said((0.02, 1e-8), most=(math.inf, 3.0), right=(0.5, math.nan))) == []
+    assert apart(one, said((0.01, 0.0), right=(0.5, math.nan), most=(3.0, 3.0))) == ["loss", "metric 'most'"]
+    assert apart(one, said((0.02, 0.0), right=(0.5, 0.5), most=(math.inf, 3.0), none=(math.nan,) * 2)) == [
+        "metric 'right'"
+    ]
+    assert deviation.numbers_apart(one, said((0.02, 0.0)), 0.01)["metric 'right'"][0] == 0.5
+
+
 def test_a_sign_flip_and_one_bit() -> None:
     flipped = compare(changed(lambda v: [v.buckets[b].neg_() for b in GRADS]), EVERY, vector(), EVERY)
     assert flipped.relative == pytest.approx(2.0, rel=1e-4)

@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 import torch
 from tests.simulator.loop import VirtualLoop
+from tests.support.jobs import mlp_sgd
 
-from w5xde_async.cluster import worker_processes
+from w5xde_async.cluster import LocalCluster, worker_processes
 from w5xde_async.cluster.worker_processes import LocalWorkers, telling
 from w5xde_async.errors import LocalError
+from w5xde_async.plan.numerics import EXACT, FIRST
 from w5xde_async.runtime import is_stopped, loop_factory
 from w5xde_async.settings.flags import read
 from w5xde_async.settings.programs import CoordinatorSettings, WorkerSettings
@@ -148,6 +150,33 @@ def test_what_the_user_asks_for_is_found(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert devices("--config", str(file)) == ("cpu",)
     monkeypatch.setenv("W5XDE_DEVICE", "cuda:3")
     assert devices("--config", str(file)) == ("cuda:3",)
+
+
+@pytest.mark.parametrize("setting", ["island", "island_member"])
+def test_sums_are_asked_to_be_those_of_one_process_where_no_local_worker_is_an_island(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'[worker]\n{setting} = "tp=2"\n')
+
+    def asked(*arguments: str) -> str:
+        settings = read(CoordinatorSettings, ("train.py:job", *arguments), prog="")[0]
+        return settings.coordinator_config("").numerics
+
+    assert asked("--workers", "1") == EXACT
+    assert asked() == FIRST
+    assert asked("--workers", "1", "--config", str(file)) == FIRST
+    assert asked("--workers", "1", "--config", str(file), "--numerics", "exact") == EXACT
+    monkeypatch.setenv(f"W5XDE_{setting.upper()}", "tp=2")
+    assert asked("--workers", "1") == FIRST
+
+
+@pytest.mark.parametrize("variable", ["W5XDE_ISLAND", "W5XDE_ISLAND_MEMBER", "W5XDE_CONFIG"])
+def test_a_cluster_whose_processes_may_be_islands_lets_them_in(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    assert LocalCluster("train.py:job", 1)._config.numerics == EXACT
+    monkeypatch.setenv(variable, "tp=2")
+    assert LocalCluster("train.py:job", 1)._config.numerics == FIRST
+    assert LocalCluster(mlp_sgd(), 1)._config.numerics == EXACT  # tasks, which read no environment
 
 
 def test_where_a_coordinator_is_asks_for_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Self
 from torch import nn
 
 from w5xde_async.cluster.task_workers import TaskWorkers, with_own_model
-from w5xde_async.cluster.worker_processes import LocalWorkers, cuda_devices
+from w5xde_async.cluster.worker_processes import LocalWorkers, cuda_devices, may_be_islands
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
@@ -61,7 +61,8 @@ class LocalCluster:
         self._run_dir, self._bus, self._runtime = run_dir, bus or Bus(log_warnings=True), runtime
         self._asked = config is not None  # for how many workers the first step waits
         config = config or CoordinatorConfig(port=0, min_workers=max(n_workers, 1), dashboard=dashboard)
-        self._config = config.with_own_workers() if n_workers else config
+        own = n_workers and not (isinstance(job, str) and may_be_islands())
+        self._config = config.with_own_workers() if own else config
         self._coordinator: Coordinator | None = None
         self._workers: LocalWorkers | TaskWorkers | None = None
         self._changed = asyncio.Event()

@@ -38,6 +38,9 @@ PRESTARTED = "--prestarted-by"
 #: Set where a worker process tells who started it by what id the coordinator will know it.
 TELLS_ID = "LOCAL_WORKER_TELLS_ID"
 
+#: By these, worker processes learn that they are islands.
+_OF_ISLANDS = ("W5XDE_ISLAND", "W5XDE_ISLAND_MEMBER", "W5XDE_CONFIG")
+
 _RESTARTS, _RESTART_WINDOW_S, _RESTART_DELAY_S = 3, 60.0, 0.25
 _LOST_S = 30.0  # so long a worker that has lost its link may take to come back: it tries every few seconds
 _JOINS_S = 60.0  # until one that has not joined is told of
@@ -55,6 +58,11 @@ def cuda_devices() -> tuple[str, ...]:
     import torch  # not before workers were started: it takes long
 
     return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+
+
+def may_be_islands() -> bool:
+    """Whether worker processes that are told nothing of it may be islands: they read this process's environment."""
+    return any(os.environ.get(name) for name in _OF_ISLANDS)
 
 
 def least_used(devices: Sequence[str], used: Iterable[str]) -> str:

@@ -79,6 +79,12 @@ def describe_inner(
         if frozen:
             raise JobError("optimizer", f"group {number} holds a parameter that is not the model's")
         entries = [index_of[id(p)] for p in group["params"] if p.requires_grad]
+        if len(entries) > len(set(entries)):
+            twice = next(layout.entries[index].name for index in entries if entries.count(index) > 1)
+            raise JobError(
+                "optimizer", f"group {number} names {twice} twice, and would step it twice",
+                "make it from model.parameters(), which names tied weights once",
+            )  # fmt: skip
         # Torch takes an accumulator's first value from its constructor and ignores it in a group.
         group = {**group, **{o: v for o, v in optimizer.defaults.items() if o in _OF_CONSTRUCTOR}}
         options = {name: _described(kind.__name__, name, group[name]) for name in found[1] if name in group}

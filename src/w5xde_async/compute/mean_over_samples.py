@@ -39,6 +39,7 @@ _APART_ROUNDED = 16.0  # times that the coarsest number may be rounded: in bf16 
 _NO_GRADIENT = 1e-5  # as of that student, too: shorter ones may be rounding alone
 _AS_FORWARD = 3  # such passes: what it takes to have these
 _LAST = 8  # parameters whose gradients are compared: the path to them is short
+_MOST_VALUES = 1 << 22  # of these gradients together, of which three are held at once
 
 
 def what_is_no_mean(job: Job, model: nn.Module, step_flops: int) -> str | None:
@@ -159,21 +160,41 @@ def _apart(job: Job, model: nn.Module, batches: list[Any], coarsest: float) -> f
     """By how much of its length the first batch's gradient differs from the mean of the others'; 0 where that may be
     rounding (``coarsest``: numbers' eps), or there is none. Of a few parameters: where weights of samples are not
     alike, all tell."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad][-_LAST:]
-    step, zeros = step_function(job), [torch.zeros_like(parameter) for parameter in trained]
-    found: list[Tensor] = []
+    compared, step, parts = _compared_parameters(model), step_function(job), len(batches) - 1
+    apart: list[Tensor] = []  # the first one's gradient less the mean of those that have come
+    size = of_parts = 0.0
     with suppress(Exception), torch.enable_grad():
-        for batch in batches:
+        for place, batch in enumerate(batches):
             with random_state():
                 seed_all(seed_for("looked at", job.seed, 0, 0))
                 loss: Any = step(model, map_tensors(batch, torch.clone))[0]
-                parts = torch.autograd.grad(loss, trained, allow_unused=True)
-            dense = [zero if part is None else part.to_dense() for part, zero in zip(parts, zeros, strict=True)]
-            found.append(torch.cat([part.double().flatten() for part in dense]))
-        whole, *others = found
-        size = max(float(whole.norm()), math.fsum(float(other.norm()) for other in others) / len(others))
+                given = torch.autograd.grad(loss, compared, allow_unused=True)
+            pairs = zip(given, compared, strict=True)
+            found = [(torch.zeros_like(of) if one is None else one.to_dense()).float() for one, of in pairs]
+            if place:
+                of_parts += _length(found) / parts
+                torch._foreach_sub_(apart, found, alpha=1 / parts)
+            else:
+                size, apart = _length(found), [one.clone() for one in found]  # a leaf's gradient may be another's too
+            del loss, given, pairs, found  # before the next ones are made
+        size = max(size, of_parts)
         if size < _NO_GRADIENT:
             return 0.0
-        apart = float((whole - torch.stack(others).mean(0)).norm()) / size
-        return apart if apart > max(_APART, _APART_ROUNDED * coarsest) else 0.0
+        differs = _length(apart) / size
+        return differs if differs > max(_APART, _APART_ROUNDED * coarsest) else 0.0
     return 0.0
+
+
+def _compared_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The last ones that are trained, but for those whose gradients would take much memory, as a vocabulary's."""
+    found: list[nn.Parameter] = []
+    left = _MOST_VALUES
+    for parameter in reversed([parameter for parameter in model.parameters() if parameter.requires_grad]):
+        if parameter.numel() <= left and len(found) < _LAST:
+            found.append(parameter)
+            left -= parameter.numel()
+    return found
+
+
+def _length(tensors: list[Tensor]) -> float:
+    return math.hypot(*(float(tensor.norm()) for tensor in tensors))

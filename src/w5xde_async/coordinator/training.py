@@ -224,6 +224,7 @@ def ending(error: Exception) -> W5xdeError:
     return fault
 
 
+_NEWS_S, _LONG_S = 10.0, 60.0  # between two lines of one wait; and once it is this long
 _NUMBER = re.compile(r"\d+")  # of a sample, a size: most causes name one
 #: What is said where a worker has not the job's code, and the program no graph for a batch.
 WITHOUT_CODE = (
@@ -255,7 +256,7 @@ class Phase:
         self.min_workers = config.min_workers  #: so many have to come before; fewer where some never will
         self._began_at = self._committed_at = 0.0
         self._waiting = ""  # what was said last of why they are not
-        self._nonfinite = 0
+        self._nonfinite, self._told_beside = 0, False
         self._told_of: dict[str, float] = {}  # when a failure was told, by its cause
         self._unread: dict[str, None] = {}  # workers that could not read their own data; they were named once
         self._foreign: dict[str, None] = {}  # those whose data is not the run's
@@ -278,6 +279,15 @@ class Phase:
                 "not answer, or takes that long; the run waits for it"
             )
         self._reading_hangs = hangs
+
+    def note_beside(self, names: Sequence[str]) -> None:
+        """Name attributes of the optimizer that no checkpoint has, once."""
+        if names and not self._told_beside:
+            self._told_beside = True
+            self.warn(
+                f"the optimizer changes {', '.join(names)[:200]} with its steps, which no checkpoint has: a resumed "
+                "run would go on without. Keep it in self.state[parameter] or in a param_group, which are saved"
+            )
 
     def note_splits(self, session: Session, done: Done) -> None:
         """Name a worker that lacks memory, once."""
@@ -403,6 +413,10 @@ class Phase:
         if not self.begun and ready < wanted:
             joining = len(self.roster.joining)
             reason = f"{ready} of {wanted} workers" + (f", {joining} joining" if joining else "")
+            if awaiting := self.roster.programs.awaited_by:
+                waited_s = self._context.clock() - min(session.admitted_at for session in awaiting)
+                passed = f" ({told:.0f} s)" if (told := _rounded_s(waited_s)) else ""
+                reason += f": the step is being made a program{passed} for workers without --job"
             if reason != self._waiting:
                 self._waiting = reason
                 self._context.bus.publish(Waiting(reason=reason))
@@ -460,6 +474,11 @@ class Phase:
         if not self.roster.sessions:
             self._context.bus.publish(Waiting(reason="no workers"))
         return True
+
+
+def _rounded_s(seconds: float) -> float:
+    """As often as a line of it in a log is news."""
+    return seconds - seconds % (_NEWS_S if seconds < _LONG_S else _LONG_S)
 
 
 def named_samples(plan: StepPlan, losses: Sequence[float] = ()) -> str:

@@ -81,8 +81,8 @@ class NetworkConfig(SecurityConfig):
     grace_s: float = setting(10.0, "a stop waits so long for the step under way", TIME_OR_0, "workers", flag="grace")
     numerics: str = setting(
         FIRST, "whose results count: of workers that compute as the one whose result counts first, to the last bit "
-        "('first'; with workers of the coordinator's own: 'exact'), of all ('any'), or of some: 'exact' (as one "
-        "process), 'tp=2'",
+        "('first'; with workers of the coordinator's own that are no islands: 'exact'), of all ('any'), or of some: "
+        "'exact' (as one process), 'tp=2'",
         text("first, any, exact or an island's shape", "KIND", _NUMERICS),
         "workers",
     )  # fmt: skip
@@ -135,5 +135,5 @@ class NetworkConfig(SecurityConfig):
         return super().asks_for_tls or self.join_file is not None
 
     def with_own_workers(self) -> Self:
-        """For a coordinator that starts workers, each a process: the run's sums are made as theirs."""
+        """For a coordinator that starts workers which are no islands: the run's sums are made as one process does."""
         return replace(self, numerics=EXACT) if self.numerics == FIRST else self

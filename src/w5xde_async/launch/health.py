@@ -13,6 +13,7 @@ import ssl
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path, PurePath
 from urllib.parse import urlsplit
 
@@ -23,6 +24,7 @@ from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
 
 DASHBOARD_PORT = 5556
 _PROGRAMS = ("w5xde", "w5xde_async")  # the latter behind ``python -m``
+_MODULE = ("-m", "w5xde_async.coordinator")
 _TIMEOUT_S = 4.0
 
 
@@ -67,8 +69,10 @@ def main(first: Path = Path("/proc/1/cmdline"), environment: Mapping[str, str] =
 
 def _of_coordinator(words: Sequence[str]) -> Sequence[str] | None:
     """The arguments of the coordinator whose command line this is; None: it is another program's."""
-    at = next((at for at, word in enumerate(words) if PurePath(word).name in _PROGRAMS), len(words))
-    return words[at + 2 :] if words[at + 1 : at + 2] == ["coordinator"] else None
+    for at, (one, other) in enumerate(pairwise(words), 2):  # what starts it may stand before it: tini, sudo -u w5xde
+        if (PurePath(one).name in _PROGRAMS and other == "coordinator") or (one, other) == _MODULE:
+            return words[at:]
+    return None
 
 
 def _can_have_one() -> bool:

@@ -47,7 +47,7 @@ BACKLOG = 128
 EXHAUSTED_S = 0.5
 #: Connections that are turned away are said no more often than this.
 REFUSALS_SAID_S = 60.0
-_ENDING_TURNS = 16  # of the event loop, in which a link that was closed ends
+_ENDING_S = 1.0  # in which a link that was closed ends
 #: A coordinator with a dashboard has 22 beside its links, and needs some to save, to journal and to answer a browser.
 _OTHER_DESCRIPTORS = 40
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -312,6 +312,7 @@ class Listener:
         self._max_links, self._links = max_links, dict[asyncio.Task[None], _Accepted]()
         self._strangers = Strangers(max_strangers, max_of_address)
         self._warn_at = 0.0
+        self._one_ended = asyncio.Event()
         self._stopped = False
         loop = asyncio.get_running_loop()
         name = f"accept {format_address(self.host, self.port)}"
@@ -331,8 +332,13 @@ class Listener:
         link = Link(reader, writer)
         address = writer.get_extra_info("peername")
         host = address[0] if isinstance(address, tuple) else ""
-        if self._stopped or not await self._has_room(host, link.peer):
-            link.abort()
+        has_room = False
+        try:
+            has_room = not self._stopped and await self._has_room(host, link.peer)
+        finally:
+            if not has_room:
+                link.abort()
+        if not has_room:
             return
         accepted = _Accepted(host, link=link)
         task = self._begin(accepted, self._serve_link(accepted, link), link.peer)
@@ -379,12 +385,15 @@ class Listener:
                 await asyncio.sleep(EXHAUSTED_S)
                 continue
             paused, failed = False, 0
-            peer = format_address(*address[:2])
-            if await self._has_room(address[0], peer):
+            peer, has_room = format_address(*address[:2]), False
+            try:
+                has_room = await self._has_room(address[0], peer)
+            finally:
+                if not has_room:
+                    sock.close()
+            if has_room:
                 accepted = _Accepted(address[0], sock)
                 self._begin(accepted, self._serve_socket(sock, peer, accepted), peer)
-            else:
-                sock.close()
 
     async def _has_room(self, host: str, peer: str) -> bool:
         """Whether one link more from ``host`` may be served, for which strangers may have had to go."""
@@ -393,9 +402,12 @@ class Listener:
         if len(self._links) >= self._max_links or not self._strangers.has_room(host):
             await asyncio.sleep(0)  # more may come than can be taken in, and the others have work to do
         closed = len(self._links) >= self._max_links and self._strangers.close_one(now)
-        for _ in range(_ENDING_TURNS):
-            if closed and len(self._links) >= self._max_links:  # its descriptor is not free yet
-                await asyncio.sleep(0)
+        if closed:  # its descriptor is not free yet
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ENDING_S):
+                    while len(self._links) >= self._max_links:
+                        self._one_ended.clear()
+                        await self._one_ended.wait()
         has_room = len(self._links) < self._max_links and not self._stopped
         if has_room:
             closed = self._strangers.make_room(host, now) or closed
@@ -420,6 +432,7 @@ class Listener:
         elif accepted.sock is not None:
             accepted.sock.close()
         self._strangers.discard(accepted)
+        self._one_ended.set()
 
     async def _serve_socket(self, sock: socket.socket, peer: str, accepted: _Accepted) -> None:
         try:

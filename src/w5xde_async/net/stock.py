@@ -53,6 +53,12 @@ def peer_of(writer: asyncio.StreamWriter) -> str:
     return "a connection without an address"
 
 
+def _has_own_socket(transport: Any) -> bool:
+    while (tls := getattr(transport, "_ssl_protocol", None)) is not None:  # asyncio's: it tells of the socket below it
+        transport = tls._transport
+    return type(transport).__module__.partition(".")[0] in _OWN_SOCKET
+
+
 class StockChannel(Channel):
     """Over a connected pair, which it owns from now on."""
 
@@ -150,6 +156,6 @@ class StockChannel(Channel):
         self._chunks.clear()
         with suppress(AttributeError):  # of asyncio's, where it has closed itself with the last of what it had to send
             transport = self._writer.transport
-            if type(transport).__module__.partition(".")[0] in _OWN_SOCKET and not transport.is_closing():
+            if _has_own_socket(transport) and not transport.is_closing():
                 self._shut_down()
             transport.abort()

@@ -98,18 +98,28 @@ _MANY = 1 << 22  # values: of so many threads are worth their start
 
 
 def l2_norm(values: Tensor) -> float:
-    """L2 norm of a flat float32 tensor; not finite where an element is not.
+    """L2 norm of a flat float32 tensor; not finite where an element is not, and there alone.
 
     The bits do not depend on the number of threads: few values are one thread's work (as all are for
     ``torch.linalg.vector_norm``, which then also loses digits), of many each row is.
     """
     if values.numel() < _MANY:
-        return float(torch.linalg.vector_norm(values))
+        return finite_norm(float(torch.linalg.vector_norm(values)), values)
     whole = values.numel() // _ROW * _ROW
     rows = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1)
-    return math.hypot(
+    norm = math.hypot(
         torch.linalg.vector_norm(rows, dtype=torch.float64).item(), torch.linalg.vector_norm(values[whole:]).item()
     )
+    return finite_norm(norm, values)
+
+
+def finite_norm(norm: float, values: Tensor) -> float:
+    """The ``norm`` of ``values``, and where that is infinite, what it is in float64: values over 1e19 have no squares
+    in float32."""
+    if not math.isinf(norm):
+        return norm
+    pieces = torch.split(values, _MANY)
+    return math.hypot(*(float(torch.linalg.vector_norm(piece, dtype=torch.float64)) for piece in pieces))
 
 
 class FlatState:

@@ -11,7 +11,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from w5xde_async.compute.machine import usable_cores
-from w5xde_async.config import MOST_NAMED, NAME, PATH, THREADS, TIME, YES_OR_NO, one_of, same_as, setting, text, whole
+from w5xde_async.config import (
+    MOST_NAMED,
+    NAME,
+    PATH,
+    THREADS,
+    TIME,
+    YES_OR_NO,
+    one_of,
+    path_or,
+    same_as,
+    setting,
+    text,
+    whole,
+)
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError, need, utf8
 from w5xde_async.net.endpoint import parse_address
@@ -34,7 +47,7 @@ Exit codes: 0 finished or stopped in good order, 1 error, 2 wrong usage or job,
 7 device lost, 8 island lost, 75 told to leave before the end (worker: SIGTERM,
 SIGUSR1, a notice), 130 second Ctrl-C or SIGTERM."""
 _CLOUD = r"off|auto|(aws|gcp|azure)(=http://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,4}|:[1-5]\d{4}|:6[0-4]\d{3})?(/\S*)?)?"
-_JOB = text("FILE.py:NAME or MODULE:NAME", "JOB")
+_JOB = path_or(text("FILE.py:NAME or MODULE:NAME", "JOB"))
 #: The run's files name it, and it names the run.
 _RUN_DIR = PATH._replace(
     accepts="a path, in UTF-8", metavar="DIR", holds=lambda value: PATH.holds(value) and utf8(str(value)) == str(value)
@@ -104,19 +117,26 @@ class CoordinatorSettings(Program):
 
     def worker_devices(self) -> tuple[str, ...]:
         """What the environment or the [worker] table says of local workers' device; empty: they are dealt out."""
-        given = ("--server", "localhost", *(() if self.config is None else ("--config", str(self.config))))
-        device = str(read(WorkerSettings, given, prog="")[0].values["device"])
+        device = str(self._of_workers().values["device"])
         return () if device == "auto" else (device,)
 
+    def _of_workers(self) -> WorkerSettings:
+        """What local workers read of their settings beside their arguments. Raises UsageError."""
+        given = ("--server", "localhost", *(() if self.config is None else ("--config", str(self.config))))
+        return read(WorkerSettings, given, prog="")[0]
+
     def coordinator_config(self, token: str) -> CoordinatorConfig:
-        """Raises UsageError (a host off loopback without a token)."""
+        """Raises UsageError (a host off loopback without a token, settings of local workers that do not hold)."""
         most = self.values["max_workers"]
         need(self.workers <= most, f"--workers {self.workers} is more than --max-workers {most}")
         more: dict[str, Any] = {} if self.dashboard else {"dashboard": ""}
         if self.values["update"] == "auto":
             more |= {"auto": True, "update": self.make(UpdateConfig, rule="sync")}
         config = self.make(CoordinatorConfig, token=token, **more)
-        return config.with_own_workers() if self.workers else config
+        if not self.workers:
+            return config
+        told = self._of_workers()
+        return config if told.island or told.island_member else config.with_own_workers()
 
     def without_effect(self) -> str:
         """One line on what was given and the update rule does not use; "" where there is nothing to say.

@@ -59,6 +59,12 @@ class Record:
     meta: dict[str, JSON]
     groups: dict[str, dict[str, Tensor]]
 
+    @property
+    def beside(self) -> list[str]:
+        """Attributes of the optimizer that its steps had changed, and that are not in it."""
+        names: Any = self.meta.get("beside", [])
+        return [*map(str, names)]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedCheckpoint:
@@ -71,10 +77,11 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skipped:
-    """A record that was passed over, and what is wrong with it."""
+    """A record that was passed over, and what is wrong with it. ``run_id``: of the other run that it belongs to."""
 
     path: Path
     reason: str
+    run_id: str = ""
 
 
 def is_record(path: Path) -> bool:
@@ -86,10 +93,14 @@ def is_record(path: Path) -> bool:
 class CheckpointStore:
     """The checkpoints of one run, newest first by step; holds no file open and no state of its own."""
 
-    def __init__(self, directory: Path, *, keep: int = 3, filesystem: Filesystem | None = None) -> None:
-        """``keep``: newest checkpoints that are kept. Raises ValueError where it is less than 1."""
+    def __init__(
+        self, directory: Path, *, keep: int = 3, filesystem: Filesystem | None = None, run_id: str = ""
+    ) -> None:
+        """``keep``: newest checkpoints that are kept. ``run_id``: the run's, where what another has written is not
+        to be taken for one of its own. Raises ValueError where ``keep`` is less than 1."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
+        self._run_id = run_id
         self._directory = directory
         self._keep = keep
         self._filesystem = filesystem or Filesystem()
@@ -127,7 +138,7 @@ class CheckpointStore:
         return SavedCheckpoint(path=target, nbytes=nbytes, seconds=time.perf_counter() - began)
 
     def latest(self) -> tuple[Record | None, list[Skipped]]:
-        """The newest whole record, and every newer one that is damaged.
+        """The newest whole record of this run, and every newer one that is damaged, or another run's.
 
         A record that is gone when it is read is not damaged: another coordinator of the run, on a disk whose locks do
         not reach it, has saved newer ones meanwhile and removed that one. They are looked for again.
@@ -141,7 +152,14 @@ class CheckpointStore:
             skipped: list[Skipped] = []
             for path in reversed(self._paths()):
                 try:
-                    return self.load(path), skipped
+                    record = self.load(path)
+                    other = self._other(record.meta)
+                    if not other:
+                        return record, skipped
+                    reason = (
+                        f"run {other} has written it, and this is run {self._run_id}; --resume with its path takes it"
+                    )
+                    skipped.append(Skipped(path=path, reason=reason, run_id=other))
                 except StoreError as error:
                     if looks < _MOST_LOOKS and not path.exists():
                         break
@@ -179,8 +197,21 @@ class CheckpointStore:
         for known in [path] if path is not None else list(reversed(self._paths())):
             with suppress(StoreError, OSError):
                 meta = _read_manifest(known)["meta"]
-                return dict(meta) if isinstance(meta, dict) else {}
+                meta = dict(meta) if isinstance(meta, dict) else {}
+                if path is not None or not self._other(meta):
+                    return meta
         return {}
+
+    def newest_term(self, run_id: str) -> int:
+        """The newest term of a run that a record names, an abandoned one too; 0: none does."""
+        metas = [self.meta(path) for path in self._directory.glob("*step-*")]
+        terms = [meta.get("term") for meta in metas if meta.get("run_id") == run_id]
+        return max((term for term in terms if isinstance(term, int)), default=0)
+
+    def _other(self, meta: dict[str, JSON]) -> str:
+        """The run that has written a record, where that is another; else empty."""
+        found = meta.get("run_id")
+        return str(found) if self._run_id and found not in (None, self._run_id) else ""
 
     def holds(self, path: Path) -> bool:
         """Whether a record at ``path`` is one of this store's, which ``latest`` may give (an abandoned one is not)."""

@@ -97,6 +97,17 @@ class _Segment:
     header_bytes: int
 
 
+def newest_term(directory: Path, run_id: str) -> int:
+    """The newest term of a run that began a segment, as far as headers can be read; 0: none did."""
+    newest = 0
+    for path in directory.glob("*segment-*"):
+        with suppress(StoreError):
+            content, _ = _header(path)
+            if content["run_id"] == run_id:
+                newest = max(newest, content["term"])
+    return newest
+
+
 class Journal:
     """The journal of one run: ``replay`` what is there, then ``begin``, then append."""
 
@@ -227,32 +238,17 @@ class Journal:
         return False
 
     def _read_header(self, path: Path) -> _Segment:
-        with disk_errors(path, "read the journal"):
-            with open(path, "rb", opener=regular) as file:
-                size = file.seek(0, 2)
-                file.seek(0)
-                prefix = file.read(_SEGMENT_PREFIX.size)
-                body = b""
-                if len(prefix) == _SEGMENT_PREFIX.size:
-                    magic, nbytes, crc = _SEGMENT_PREFIX.unpack(prefix)
-                    body = file.read(min(nbytes, size))
-                    if magic != _SEGMENT_MAGIC or len(body) != nbytes or zlib.crc32(body) != crc:
-                        body = b""
-        if not body:
-            raise self._corrupt(path, "its header is damaged")
-        content = json.loads(body)
-        if content["format"] != FORMAT:
-            raise StoreError(
-                str(path), f"format {content['format']} is not one this version reads; upgrade w5xde-async"
-            )
-        if content["run_id"] != self._run_id or content["fingerprint"] != self._fingerprint:
-            raise self._corrupt(path, "it belongs to another run or another model")
+        content, nbytes = _header(path)
+        if content["run_id"] != self._run_id:
+            raise self._corrupt(path, f"it belongs to run {content['run_id']}, and this is run {self._run_id}")
+        if content["fingerprint"] != self._fingerprint:
+            raise self._corrupt(path, "it belongs to another model")
         if _SEGMENT.fullmatch(path.name) and content["sequence"] != _sequence(path):
             raise self._corrupt(path, f"it is segment {content['sequence']} under another name")
         return _Segment(
             path=path, sequence=content["sequence"], step=content["step"], term=content["term"],
             chain=bytes.fromhex(content["chain"]), previous_nbytes=content["previous_nbytes"], gap=content["gap"],
-            header_bytes=_SEGMENT_PREFIX.size + len(body),
+            header_bytes=nbytes,
         )  # fmt: skip
 
     def _corrupt(self, path: Path, reason: str) -> CheckpointCorrupt:
@@ -435,6 +431,27 @@ class Journal:
         self._durable = (len(header), chain, step)
         failpoint("segment.create.after")
         return Position(sequence, chain.hex())
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """What a segment's header says, and its bytes. Raises CheckpointCorrupt where it is damaged, and StoreError."""
+    with disk_errors(path, "read the journal"):
+        with open(path, "rb", opener=regular) as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            prefix = file.read(_SEGMENT_PREFIX.size)
+            body = b""
+            if len(prefix) == _SEGMENT_PREFIX.size:
+                magic, nbytes, crc = _SEGMENT_PREFIX.unpack(prefix)
+                body = file.read(min(nbytes, size))
+                if magic != _SEGMENT_MAGIC or len(body) != nbytes or zlib.crc32(body) != crc:
+                    body = b""
+    if not body:
+        raise CheckpointCorrupt(str(path), "its header is damaged")
+    content: dict[str, Any] = json.loads(body)
+    if content["format"] != FORMAT:
+        raise StoreError(str(path), f"format {content['format']} is not one this version reads; upgrade w5xde-async")
+    return content, _SEGMENT_PREFIX.size + len(body)
 
 
 def _sequence(path: Path) -> int:

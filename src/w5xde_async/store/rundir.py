@@ -22,6 +22,7 @@ from typing import IO, BinaryIO
 from torch import Tensor, nn
 
 from w5xde_async.errors import ExitCode, RunDirBusy, StoreError
+from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.filesystem import (
     FencedFilesystem,
@@ -33,6 +34,7 @@ from w5xde_async.store.filesystem import (
     regular,
     replace_file,
 )
+from w5xde_async.store.journal import newest_term
 from w5xde_async.store.tensors import write_tensors
 from w5xde_async.store.toml import to_toml
 
@@ -89,6 +91,7 @@ class RunDir:
         new_run_id: Callable[[], str],
     ) -> None:
         self.path = path
+        self.identity_path = path / _IDENTITY
         self.config_path = path / "config.toml"
         self.metrics_path = path / "metrics.jsonl"
         self.plot_path = path / "loss.png"
@@ -103,6 +106,7 @@ class RunDir:
         #: Called, by any thread, when the directory was made anew while the run goes on.
         self.on_made_anew: Callable[[], None] = lambda: None
         self._filesystem = filesystem
+        self._superseded = ""  # by whom: for good, whatever lies there later
         # What lies there of a run that was set aside has been written since, by who does not know that: it is no run's.
         self.resumes = resume and (path / _IDENTITY).exists()
         self.run_id, self.term = self._read_identity() if self.resumes else (new_run_id(), 0)
@@ -207,27 +211,44 @@ class RunDir:
         return run_id, term
 
     def _check_term(self) -> None:
+        if self._superseded:
+            raise Superseded(str(self.path), self._superseded)
         try:
-            run_id, stored = self._read_identity()
-        except FileNotFoundError:
-            self._make_anew()
-            return
-        except _Damaged:
-            run_id, stored = self._mended_identity()
-        if run_id != self.run_id:
-            raise Superseded(str(self.path), "another run has begun there")
-        if stored > self.term:
-            reason = f"a coordinator of term {stored} has taken the run over; this one is of term {self.term}"
+            try:
+                run_id, stored = self._read_identity()
+            except FileNotFoundError:
+                self._make_anew()
+                return
+            except _Damaged:
+                run_id, stored = self._mended_identity()
+            if run_id != self.run_id:
+                raise Superseded(str(self.path), "another run has begun there")
+            self._require_newest(stored)
+        except Superseded as error:
+            self._superseded = error.reason
+            raise
+
+    def _require_newest(self, term: int) -> None:
+        """Raises Superseded where this is later than ours."""
+        if term > self.term:
+            reason = f"a coordinator of term {term} has taken the run over; this one is of term {self.term}"
             raise Superseded(str(self.path), reason)
 
+    def _require_newest_of_files(self) -> None:
+        """As run.json says nothing: it would be ours from here on. Raises Superseded."""
+        self._require_newest(CheckpointStore(self.checkpoints_path).newest_term(self.run_id))
+        self._require_newest(newest_term(self.journal_path, self.run_id))
+
     def _mended_identity(self) -> tuple[str, int]:
-        """It cannot be read, and this process has the directory: who takes a run over leaves no half a file."""
+        """It cannot be read, and this process has the directory: who takes a run over leaves no half a file. Raises
+        Superseded where another coordinator has the directory too, on a machine that our lock does not reach."""
         with self._making:
             try:
                 return self._read_identity()  # another thread was here first
             except _Damaged as error:
                 if self._lock is None or not is_at(self._lock, self.path / _LOCK):
                     raise
+                self._require_newest_of_files()
                 logger.warning("%s is written anew, while the run goes on: it was damaged reason=%s",
                                self.path / _IDENTITY, error.__cause__)  # fmt: skip
             self._write_identity()
@@ -239,6 +260,7 @@ class RunDir:
         with self._making:
             if (self.path / _IDENTITY).exists():
                 return  # another thread was here first
+            self._require_newest_of_files()
             logger.warning("the run directory was deleted or moved, and is made anew path=%s", self.path)
             self._filesystem.make_directories(self.path)
             if self._lock is not None and not is_at(self._lock, self.path / _LOCK):
@@ -258,6 +280,15 @@ class RunDir:
         content = json.dumps({"run_id": self.run_id, "term": self.term}).encode() + b"\n"
         identity = self.path / _IDENTITY
         replace_file(self._filesystem, identity, lambda file: self._filesystem.write(file, content))
+
+
+def kept_run_id(path: Path) -> str:
+    """Of the run that is kept in a directory, which somebody may hold; empty where nothing says so."""
+    try:
+        content = json.loads(read_regular(path / _IDENTITY))
+        return str(content["run_id"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
 
 
 def export_model(model: nn.Module, path: Path, *, filesystem: Filesystem | None = None) -> int:
@@ -344,8 +375,12 @@ def _take_lock(path: Path, filesystem: Filesystem) -> IO[str]:
         lock = open(path / _LOCK, "a+", encoding="utf-8", opener=regular)
     except OSError as error:
         # mkdir says "exists" of a file in the way; the person needs to hear what stands there.
-        in_the_way = isinstance(error, FileExistsError)
-        reason = "a file of this name is in the way; choose another --run-dir" if in_the_way else explain(error)
+        if isinstance(error, FileExistsError):
+            reason = "a file of this name is in the way; choose another --run-dir"
+        elif isinstance(error, FileNotFoundError) and (path / _LOCK).is_symlink():
+            reason = f"{path / _LOCK} is a symbolic link that leads nowhere; remove it"
+        else:
+            reason = explain(error)
         raise RunDirUnusable(str(path), f"cannot use it as run directory: {reason}") from error
     try:
         filesystem.lock(lock)

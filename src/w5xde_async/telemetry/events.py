@@ -153,8 +153,9 @@ class StepCommitted(Event):
     ``phases_s`` holds seconds by name: wait (for results), reduce, apply, publish, journal (waiting for the disk and
     copying), and where the coordinator computes itself data (waiting for it) and compute. Bytes are this step's.
     ``samples`` and ``leaves`` are those of every step in it; ``skipped`` of its steps had no update, and use up their
-    samples all the same. ``staleness`` is how old its results were on average, in versions; None under ``sync``, and
-    where no result was judged since the commit before.
+    samples all the same. ``learning_rate`` is None where no group of the optimizer has one. ``staleness`` is how old
+    its results were on average, in versions; None under ``sync``, and where no result was judged since the commit
+    before.
     """
 
     step: int
@@ -163,7 +164,7 @@ class StepCommitted(Event):
     metrics: Mapping[str, float]
     samples: int
     leaves: int
-    learning_rate: float
+    learning_rate: float | None
     gradient_norm: float | None
     loss_scale: float
     skipped: int
@@ -237,11 +238,13 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalFailed(Event):
-    """The journal ends with ``step`` because the disk failed ``seconds`` ago: a crash goes back to a checkpoint."""
+    """The journal ends with ``step`` because the disk failed ``seconds`` ago. ``safe_step``: what a crash would go back
+    to by what is in the journal, if there is no later checkpoint; None: to a checkpoint."""
 
     step: int
     reason: str
     seconds: float
+    safe_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,9 +415,9 @@ class RunReported(Sample):
 
     ``leaves`` were applied, ``leaves_in_vain`` computed and not used; their leases had come too late (stale), been done
     by another (duplicate) or been refused by the update rule (rejected). ``host_bytes``: the coordinator's memory.
-    ``residuals_lost``: workers that vanished with what their codec had left out. ``downlink_*_bytes``: the versions
-    that a codec wrote, each once. ``bad_samples``: as in ``RunFinished``. ``sample_bytes``: of a
-    sample, in the largest leaf so far.
+    ``refused``: links that were not let in. ``residuals_lost``: workers that vanished with what their codec had left
+    out. ``downlink_*_bytes``: the versions that a codec wrote, each once. ``bad_samples``: as in ``RunFinished``.
+    ``sample_bytes``: of a sample, in the largest leaf so far.
     """
 
     step: int
@@ -432,6 +435,7 @@ class RunReported(Sample):
     bytes_received: int
     uptime_s: float
     host_bytes: int
+    refused: int = 0
     residuals_lost: int = 0
     downlink_raw_bytes: int = 0
     downlink_encoded_bytes: int = 0

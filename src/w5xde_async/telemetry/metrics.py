@@ -175,7 +175,8 @@ class Metrics(Collector):
             yield _gauge("step", "Steps of the whole run.", step.step)
             yield _gauge("epoch", "Epoch of the last step.", step.epoch)
             yield _gauge("loss", "Mean loss of the last step.", step.loss)
-            yield _gauge("learning_rate", "Learning rate of the last step.", step.learning_rate)
+            if step.learning_rate is not None:
+                yield _gauge("learning_rate", "Learning rate of the last step.", step.learning_rate)
             yield _gauge("loss_scale", "Loss scale of the last step.", step.loss_scale)
             if step.staleness is not None:
                 yield _gauge("staleness_versions", "How old the last step's results were, in versions.", step.staleness)
@@ -201,6 +202,9 @@ class Metrics(Collector):
         yield _counter("workers_joined", "Workers that have joined since the start.", counts["joined"])
         left = {how: counts[how] for how in ("clean", "lost")}
         yield _counters("workers_left", "Workers that have left since the start.", "how", left)
+        yield _counter(
+            "links_refused", "Links that were not let in: a wrong secret, no worker, no room.", report.refused
+        )
         leaves = {"applied": report.leaves, "in_vain": report.leaves_in_vain}
         yield _counters("leaves", "Leaves computed, by what became of them.", "outcome", leaves)
         refused = {verdict: getattr(report, f"leases_{verdict}") for verdict in ("stale", "duplicate", "rejected")}

@@ -52,7 +52,7 @@ def dated_line(event: Event, when: float) -> str:
     if type(event) is StepCommitted:  # its fields are as JSON has them, as long as its numbers are finite
         with suppress(OverflowError, ValueError, TypeError):
             data = msgspec.json.encode(event, enc_hook=str)
-            absent = (event.gradient_norm is None) + (event.staleness is None)
+            absent = sum(value is None for value in (event.learning_rate, event.gradient_norm, event.staleness))
             if data.isascii() and data.count(b"null") == absent:
                 name = _event_name("StepCommitted").encode()
                 return _spaced(b'{"time":%s,"event":"%s",%s' % (msgspec.json.encode(when), name, data[1:]))

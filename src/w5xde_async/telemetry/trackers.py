@@ -350,7 +350,9 @@ class Tracking:
             for name, value in (("loss", step.loss), *((f"step/{key}", one) for key, one in step.metrics.items())):
                 found.setdefault(name, []).append(value)
         values = {name: sum(each) / len(each) for name, each in found.items()}
-        values |= {"learning_rate": last.learning_rate, "num_workers": float(last.num_workers)}
+        values["num_workers"] = float(last.num_workers)
+        if last.learning_rate is not None:
+            values["learning_rate"] = last.learning_rate
         if now > self._since:
             values["samples_per_s"] = sum(step.samples for step in steps) / (now - self._since)
         if last.gradient_norm is not None:

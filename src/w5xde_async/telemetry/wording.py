@@ -60,6 +60,14 @@ def place(path: str) -> str:
     return clean(path.removeprefix(started_in()))
 
 
+#: What the run itself tells by name, on the lines on which a job's metrics are told too.
+_OWN_NUMBERS = frozenset(
+    ("step", "steps", "loss", "lr", "|g|", "out", "in", "skipped", "samples", "samples/s", "worker", "workers", "w",
+     "waiting", "waiting:", "eta", "time", "network", "update", "short steps", "leaves", "model", "metrics", "plot",
+     "digest")
+)  # fmt: skip
+
+
 def _name(text: str) -> str:
     return clean(text.replace("\n", " "), limit=40)
 
@@ -112,6 +120,11 @@ def _value(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.3e}"
+
+
+def _metric(name: str) -> str:
+    """The name of a job's number where the run's own stand beside it: it cannot be taken for one of those."""
+    return f"metric {_name(name)}" if name.strip().casefold() in _OWN_NUMBERS else _name(name)
 
 
 def _metrics(metrics: Mapping[str, float]) -> str:
@@ -219,7 +232,10 @@ def line(event: object, paint: Paint) -> str | None:
         case events.JournalFailed():
             since = f" for {duration(event.seconds)}" if event.seconds >= 1 else ""
             text = f"nothing is journalled{since} after step {event.step:,}: {clean(event.reason)}"
-            return f"{paint('warn', '!')} {text}; the run goes on, a crash would go back to the last checkpoint"
+            safe = "the last checkpoint"
+            if event.safe_step is not None:
+                safe = f"step {event.safe_step:,}, or to a later checkpoint"
+            return f"{paint('warn', '!')} {text}; the run goes on, a crash would go back to {safe}"
         case events.JournalRestored():
             text = f"the journal counts again from step {event.step:,}, after {duration(event.seconds)}"
             return f"{paint('good', '*')} {text}"
@@ -247,7 +263,7 @@ def status(
     """
     wide = terse == 0
     shown = dict(islice(event.metrics.items(), metrics))
-    parts = [f"loss {_value(event.loss)}", *(_metrics({name: value}) for name, value in shown.items())]
+    parts = [f"loss {_value(event.loss)}", *(f"{_metric(name)} {_value(value)}" for name, value in shown.items())]
     if waiting:
         return _SEPARATOR.join([*parts, f"waiting: {clean(waiting, limit=60)}"])
     rate = "-" if samples_per_s is None else short(samples_per_s)
@@ -262,11 +278,12 @@ def status(
 def phases(event: StepCommitted, paint: Paint) -> str:
     """Where one step's time went, for ``verbose``."""
     spent = "  ".join(f"{name} {brief(seconds)}" for name, seconds in event.phases_s.items())
+    rate = "" if event.learning_rate is None else f"  lr {event.learning_rate:.3g}"
     norm = "" if event.gradient_norm is None else f"  |g| {event.gradient_norm:.3g}"
     traffic = f"out {size(event.bytes_sent)}  in {size(event.bytes_received)}"
     skipped = f"  skipped (scale {event.loss_scale:g})" if event.skipped else ""
-    metrics = "".join(f"  {_metrics({name: value})}" for name, value in event.metrics.items())
-    text = f"step {event.step:,}  loss {_value(event.loss)}{metrics}  lr {event.learning_rate:.3g}{norm}"
+    metrics = "".join(f"  {_metric(name)} {_value(value)}" for name, value in event.metrics.items())
+    text = f"step {event.step:,}  loss {_value(event.loss)}{metrics}{rate}{norm}"
     return paint("dim", f"{text}  {brief(event.seconds)}: {spent}  {traffic}{skipped}")
 
 
@@ -275,7 +292,7 @@ def phases(event: StepCommitted, paint: Paint) -> str:
 
 def summary(event: RunFinished, *, first_step: int, paint: Paint, whole: bool = False) -> list[str]:
     """The table at the end. ``whole``: with every frame of a traceback, not the user's alone."""
-    row = partial(_row, paint, max([_LABEL, *(len(_name(name)) + 2 for name in event.metrics)]))
+    row = partial(_row, paint, max([_LABEL, *(len(_metric(name)) + 2 for name in event.metrics)]))
     style = {"finished": "good", "failed": "bad"}.get(event.outcome, "warn")
     told = event.reason if whole else users_frames(event.reason)
     if told != event.reason:
@@ -292,7 +309,7 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint, whole: bool = 
     lines.append(row("samples", f"{event.samples:,}", rate, left_out))
     if event.loss is not None:
         lines.append(row("loss", _value(event.loss)))
-    lines += [row(_name(name), _value(value)) for name, value in event.metrics.items()]
+    lines += [row(_metric(name), _value(value)) for name, value in event.metrics.items()]
     lines.append(row("time", duration(event.seconds), f"{duration(event.trained_s)} of it training" if timed else ""))
     lines.append(row("network", f"{size(event.bytes_sent)} sent", f"{size(event.bytes_received)} received"))
     if event.leaves_in_vain:

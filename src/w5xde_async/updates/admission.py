@@ -21,6 +21,9 @@ from w5xde_async.params.flat import l2_norm
 from w5xde_async.updates.norm_gate import NormGate
 from w5xde_async.wire.messages import VerdictCode
 
+#: Norms that count. Sums and momenta of larger ones would soon be infinite, and rules of local steps do not look again.
+_MOST = 1e19
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -76,8 +79,8 @@ class Admission:
         if samples < 1:
             return Outcome(verdict=VerdictCode.REJECTED, reason=f"{samples} samples")
         norm = l2_norm(vector)
-        if not math.isfinite(norm):
-            return Outcome(verdict=VerdictCode.REJECTED, reason="not finite", norm=norm)
+        if not norm < _MOST:
+            return Outcome(verdict=VerdictCode.REJECTED, reason="not finite", norm=math.inf)
         if self.gate is not None:
             length = samples if length is None else length
             bound = self.gate.bound(length)

@@ -18,6 +18,7 @@ from w5xde_async.updates.admission import restore_
 
 # Elements of each row: in cache, and too few for torch to use other threads, whose barriers stall on a busy machine.
 _CHUNK = 1 << 12
+_LARGEST = torch.finfo(torch.float32).max
 _NOISE = 1e-6  # of the weight: sums of float32 that should be zero are about so far from it
 
 
@@ -131,7 +132,8 @@ class RadialDirectionalAverage:
         for index, (start, stop) in enumerate(self._tensors):
             piece = vector[start:stop]
             length = float(torch.linalg.vector_norm(piece))
-            if length > 0.0:
+            # Of what is nearly nothing (a closed gate's gradient) float32 has no direction, as it has none of zeros.
+            if weight < length * _LARGEST:
                 self._directions[start:stop].add_(piece, alpha=weight / length)
                 self._lengths[index] += weight * length
 

@@ -44,6 +44,8 @@ _TRIED_PIECE = 96
 _TRIED_STEPS, _TRIED_RATE = 4, 0.1
 
 _Kind = tuple[tuple[str, torch.dtype | None, float], ...]
+#: What is untouched in a step, and by group, whether it has momentum: SGD's state begins when it has.
+_Way = tuple[frozenset[int], tuple[bool, ...]]
 
 
 @dataclass(slots=True)
@@ -81,14 +83,19 @@ class FlatStep:
         self._stretches: list[_Stretch] = []
         self._of_pieces: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         self._apart: list[_StandIn] = []  # who steps the pieces, if it is not the optimizer
-        self._for: tuple[frozenset[int], tuple[bool, ...]] | None = None  # steps that ``_stretches`` are for, if any
-        self._last: frozenset[int] = frozenset()  # what was untouched in the optimizer's last own step
-        self._alike = 0  # own steps in a row in which that was the same
+        self._for: _Way | None = None  # steps that ``_stretches`` are for, if any
+        self._next: _Way = frozenset(), ()  # the step that ``ready`` was asked for
+        self._last: _Way = frozenset(), ()  # the optimizer's last own step
+        self._alike = 0  # own steps in a row that were such
         self._wait = 1  # so many of them come before steps over stretches
         self._unsettled = False
 
     def _is_possible(self) -> bool:
-        if any(group.get("differentiable") or group.get("fused") for group in self._optimizer.param_groups):
+        groups = self._optimizer.param_groups
+        if any(group.get("differentiable") or group.get("fused") for group in groups):
+            return False
+        held = [id(parameter) for group in groups for parameter in group["params"]]
+        if len(held) > len(set(held)):  # one that is named twice is stepped twice
             return False
         return all(
             parameter.dtype is torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous()
@@ -100,26 +107,22 @@ class FlatStep:
         """Whether the next step may be ``step``. Else it is to be the optimizer's own, whose state is whole now."""
         if not self._possible:
             return False
+        momenta = tuple(bool(group.get("momentum")) for group in self._optimizer.param_groups)
+        self._next = frozenset(untouched), momenta
         if self._for is not None:
-            if self._for[0] == frozenset(untouched) and self._for[1] == self._momenta:
+            if self._for == self._next:
                 return True
             self.forget()
             self._wait = min(2 * self._wait, _MOST_WAIT)
-        if self._alike < self._wait or self._last != frozenset(untouched):
+        if self._alike < self._wait or self._last != self._next:
             return False
-        self._build(self._last)
+        self._build(self._next)
         return self._possible
 
-    def note_own_step(self, untouched: Collection[int]) -> None:
-        """The optimizer has made a step itself, by way of which its state is there."""
-        if self._possible:
-            same = self._alike and self._last == frozenset(untouched)
-            self._last, self._alike = frozenset(untouched), self._alike + 1 if same else 1
-
-    @property
-    def _momenta(self) -> tuple[bool, ...]:
-        """By group, whether it has momentum: SGD's state begins when it has."""
-        return tuple(bool(group.get("momentum")) for group in self._optimizer.param_groups)
+    def note_own_step(self) -> None:
+        """The optimizer has made the step itself that was not ``ready``, by way of which its state is there."""
+        self._alike = self._alike + 1 if self._alike and self._last == self._next else 1
+        self._last = self._next  # as it was asked for: a scheduler has set what the next one is by now
 
     def step(self, gradients: ResultVector) -> None:
         """The optimizer's step, with these gradients."""
@@ -172,8 +175,8 @@ class FlatStep:
     # -- building ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _build(self, untouched: frozenset[int]) -> None:
-        stretches = self._neighbours(untouched)
+    def _build(self, way: _Way) -> None:
+        stretches = self._neighbours(way[0])
         self._possible = stretches is not None and _same_bits(self._optimizer)
         if stretches is None or not self._possible:
             return
@@ -195,10 +198,10 @@ class FlatStep:
                 for name, value in kept.items():
                     own = value.clone() if name in _NUMBERS else value
                     self._of_pieces[piece][name] = self._flats[name][begin:end] if name in values else own
-        self._stretches, self._for = stretches, (untouched, self._momenta)
+        self._stretches, self._for = stretches, way
         if apart:
             pieces = [(stretch.group, piece) for stretch in stretches for piece in stretch.pieces]
-            each = -(-len(pieces) // (_SHARES * threads))
+            each = max(1, -(-len(pieces) // (_SHARES * threads)))  # none, where nothing that it steps has a gradient
             self._apart = [self._stand_in(pieces[begin : begin + each]) for begin in range(0, len(pieces), each)]
 
     def _stand_in(self, pieces: Sequence[tuple[int, nn.Parameter]]) -> _StandIn:

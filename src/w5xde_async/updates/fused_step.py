@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from w5xde_async.params.flat import ResultVector
-from w5xde_async.updates.own_code import has_hooks
 
 
 @dataclass(slots=True)
@@ -39,7 +38,8 @@ class FusedStep:
         self._optimizer, self._places = optimizer, {id(tensor): index for index, tensor in parameters}
         self._parts: list[_Part] = []
         self._for: tuple[frozenset[int], list[tuple[int, bool]]] | None = None  # steps that ``_parts`` are for
-        self._last: frozenset[int] | None = None  # what was untouched in the optimizer's last own step, if it made one
+        self._next: frozenset[int] = frozenset()  # what is untouched in the step that ``ready`` was asked for
+        self._last: frozenset[int] | None = None  # and in the optimizer's last own step, if it made one
 
     @staticmethod
     def suits(optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[int, Tensor]]) -> bool:
@@ -53,18 +53,17 @@ class FusedStep:
     def ready(self, untouched: Collection[int]) -> bool:
         """Whether the next step may be ``step``. Else it is to be the optimizer's own, which begins states."""
         now = frozenset(untouched), [(len(group["params"]), group["amsgrad"]) for group in self._optimizer.param_groups]
+        self._next = now[0]
         if self._for != now:
             self._for = None
             if self._last != now[0] or not self._build(now[0]):
                 return False
             self._for = now
-        if has_hooks(self._optimizer):  # since a little while: those that it had in the beginning are code of its own
-            return False
         return all(group["fused"] and not isinstance(group["lr"], Tensor) for group in self._optimizer.param_groups)
 
-    def note_own_step(self, untouched: Collection[int]) -> None:
-        """The optimizer has made a step itself, by way of which its state is there."""
-        self._last = frozenset(untouched)
+    def note_own_step(self) -> None:
+        """The optimizer has made the step itself that was not ``ready``, by way of which its state is there."""
+        self._last = self._next
 
     @torch.no_grad()
     def step(self, gradients: ResultVector) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from w5xde_async.params.flat import FlatState, ResultVector, state_of
+from w5xde_async.params.flat import FlatState, ResultVector, finite_norm, state_of
 from w5xde_async.params.layout import Layout, runs
 from w5xde_async.params.slots import slot_bytes
 from w5xde_async.pinning import pin, pin_around
@@ -71,7 +71,8 @@ class OnDevice:
         """Of each of these that was brought, by bucket, as it was."""
         there = [bucket for bucket, piece in pieces.items() if self._brought.get(bucket) is piece]
         norms = [torch.linalg.vector_norm(self.vector.buckets[bucket]) for bucket in there]
-        return dict(zip(there, torch.stack(norms).tolist(), strict=True)) if norms else {}
+        known = zip(there, torch.stack(norms).tolist() if norms else [], strict=True)
+        return {bucket: finite_norm(norm, self.vector.buckets[bucket]) for bucket, norm in known}
 
     def bring_nothing(self) -> None:
         """The next ``divide`` reads all that it is given."""
@@ -92,7 +93,8 @@ class OnDevice:
                 self.vector.buckets[bucket].zero_()
         self._brought.clear()
         flat = [self.vector.group(group).div_(divisor) for group in self._there]
-        return sum(float(torch.linalg.vector_norm(group)) ** 2 for group in flat)  # waits for the device
+        # What waits for the device.
+        return sum(finite_norm(float(torch.linalg.vector_norm(group)), group) ** 2 for group in flat)
 
     def _bring(self, bucket: int, summed: Tensor) -> None:
         if self._pins and is_mapped(summed) and not summed.is_pinned():

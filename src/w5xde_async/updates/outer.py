@@ -252,6 +252,10 @@ class OuterRule(ABC):
     def left(self, sender: str) -> None:
         """Who sent contributions is not present any more."""
 
+    def kept_beside(self) -> list[str]:
+        """As ``SyncRule.kept_beside``: of the one optimizer that steps here, where one does."""
+        return []
+
     def begin_after(self, step: int, samples: int) -> None:
         """Steps before ``step`` were done under another rule."""
         self.done, self.samples = DoneSteps(step), samples
@@ -283,7 +287,7 @@ class OuterRule(ABC):
     def _staleness(self, given: Contribution) -> int:
         return self.version - given.version
 
-    def _applied(self, buckets: Iterable[int], norm: float, learning_rate: float, part: float = 1.0) -> Applied:
+    def _applied(self, buckets: Iterable[int], norm: float, learning_rate: float | None, part: float = 1.0) -> Applied:
         changed = tuple(sorted({*buckets, *self._buffers.apply(part)}))
         return Applied(skipped=False, gradient_norm=norm, learning_rate=learning_rate, changed=changed)
 
@@ -328,10 +332,13 @@ class _Asynchronous(OuterRule):
         self._root = ResultVector(inner.layout)
         self._present = [bucket.group == self.group for bucket in inner.layout.result_buckets]
         self._untouched: frozenset[int] | None = None
-        self._scheduled: int | None = None  # steps of the scheduler; None: those of the results before the open buffer
+        self._unscheduled = 0  # results that versions have, and steps of the scheduler have not
 
     def pending(self, fragment: int) -> int:
         return self._rule.average.count
+
+    def kept_beside(self) -> list[str]:
+        return self._inner.kept_beside()
 
     def left(self, sender: str) -> None:
         self._rule.admission.left(sender)
@@ -357,30 +364,31 @@ class _Asynchronous(OuterRule):
         self._inner.prepare()  # before anything is taken
         # The last may be fewer than K, and so may what a stop or a kill has found in the buffer: such versions are more
         # than a schedule for as many results has steps.
-        per, results = self._rule.config.results_per_step, len(self.done)
-        scheduled = (results - self._rule.average.count) // per if self._scheduled is None else self._scheduled
+        per, results = self._rule.config.results_per_step, self._unscheduled + self._rule.average.count
+        schedules = results >= per
         self._root.group(self.group).copy_(self._rule.take(early=True))
         applied = self._inner.apply(
-            self._root, self._present, 1, self._untouched or (), step=self.version, schedules=scheduled < results // per
+            self._root, self._present, 1, self._untouched or (), step=self.version, schedules=schedules
         )
-        self._scheduled = scheduled + (scheduled < results // per and not applied.skipped)
+        if not applied.skipped:
+            self._unscheduled = results - per if schedules else results
         self._untouched = None
         return replace(applied, changed=tuple(sorted({*applied.changed, *self._buffers.apply()})))
 
     def _rule_state(self) -> dict[str, Any]:
         return {
-            "asynchronous": self._rule.state_dict(), "inner": self._inner.state_dict(), "scheduled": self._scheduled,
-            "results_per_step": self._rule.config.results_per_step,
+            "asynchronous": self._rule.state_dict(), "inner": self._inner.state_dict(),
+            "unscheduled": self._unscheduled, "results_per_step": self._rule.config.results_per_step,
             "untouched": None if self._untouched is None else sorted(self._untouched),
         }  # fmt: skip
 
     def _load_rule_state(self, state: Mapping[str, Any]) -> None:
         self._rule.load_state_dict(state["asynchronous"])
         self._inner.load_state_dict(state["inner"])
-        untouched = state.get("untouched")  # earlier checkpoints lack it
+        untouched = state.get("untouched")  # earlier checkpoints lack it, and the number of results
         self._untouched = None if untouched is None else frozenset(untouched)
         as_before = state.get("results_per_step") == self._rule.config.results_per_step
-        self._scheduled = state["scheduled"] if as_before else None
+        self._unscheduled = int(state.get("unscheduled", 0)) if as_before else 0
 
 
 class _Fragmented(OuterRule):

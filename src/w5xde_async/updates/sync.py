@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.errors import JobError, in_one_line
-from w5xde_async.job import Job, made_by, optimizers_in, parts_of, trained_otherwise
+from w5xde_async.job import Job, groups_in, has_rate, made_by, optimizers_in, parts_of, rate_of, trained_otherwise
 from w5xde_async.params.flat import FlatState, ResultVector, l2_norm, state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import Addends, add_into
@@ -44,6 +44,9 @@ from w5xde_async.users_code import users_code
 
 _STEADY_STEPS = 64
 _MOST_TOLD = 64  # things in a container that are looked at
+# Norms that torch's clipping can find, in each type, and gradients of which have no element that it lacks.
+_MOST_NORMS = {torch.float32: 1e19, torch.bfloat16: 1e19, torch.float16: 6e4}
+_HALF = (torch.float16, torch.bfloat16)
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 _ELEMENTWISE = (
     *_FUSED, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
@@ -57,7 +60,7 @@ class Applied:
 
     skipped: bool
     gradient_norm: float
-    learning_rate: float
+    learning_rate: float | None  # no group has one
     changed: tuple[int, ...]
 
 
@@ -160,6 +163,7 @@ class SyncRule:
             self._flat = FusedStep(cast("torch.optim.Adam", optimizer), self._parameters)
         elif apart:
             self._flat = FlatStep(optimizer, layout, state, self._parameters)
+        self._most_norm = min((_MOST_NORMS.get(p.dtype, math.inf) for _, p in self._parameters), default=math.inf)
         self._has_stepped = False
         self._trained = [b.index for b in layout.result_buckets if layout.groups[b.group].role == "grad"]  # buckets
         self._tensors = tensors
@@ -196,8 +200,12 @@ class SyncRule:
     def kept_beside(self) -> list[str]:
         """Attributes of an optimizer of somebody's own that its steps have changed and that are not in its state, so
         that no checkpoint has them: counters, copies of the weights."""
-        now = _beside_its_state(self.optimizer, self._tensors) if self._is_foreign else {}
-        return sorted(name for name, value in now.items() if self._beside.get(name) != value)
+        if not self._is_foreign:
+            return []
+        now = _beside_its_state(self.optimizer, self._tensors)
+        changed = sorted(name for name, value in now.items() if self._beside.get(name) != value)
+        saved: Collection[object] = self.optimizer.state_dict().keys() if changed else ()  # its own may have more
+        return [name for name in changed if not {name, name.strip("_")} & {*saved}]
 
     @property
     def has_own_code(self) -> bool:
@@ -220,6 +228,8 @@ class SyncRule:
         made = self.optimizer
         if self.on_device is not None or self._untrained is not None:
             return ""
+        if any(parameter.dtype is not torch.float32 for _, parameter in self._parameters):
+            return ""  # of other types not every fused step is right: ``_check_fused``
         open_to_choice = all(group.get("fused", False) is None and not group["foreach"] for group in made.param_groups)
         return f"{type(made).__name__}(..., fused=True)" if type(made) in _FUSED and open_to_choice else ""
 
@@ -236,8 +246,8 @@ class SyncRule:
         nor a step that does not count in it (``schedules``). Raises SchedulerFailed.
         """
         self.prepare()
-        learning_rate = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
-        learning_rate *= rate_factor
+        rate = rate_of(self.optimizer)
+        learning_rate = None if rate is None else rate * rate_factor
         divisor, lie = samples * self.loss_scale, addends or [(piece,) for piece in root.buckets]
         if self.on_device is None:
             gradients = self._ahead if self._ahead is not None and self._expected else root
@@ -246,6 +256,10 @@ class SyncRule:
             both = zip(root.buckets, lie, strict=True)
             sums = [those[0] if len(those) == 1 else add_into(own, those) for own, those in both]
             gradients, squares = self.on_device.vector, self.on_device.divide(sums, present, divisor)
+        if self._flat is not None and has_hooks(self.optimizer):
+            # Since a little while: those that it had in the beginning are code of its own. They hear of its own steps.
+            self._flat.forget()
+            self._flat = None
         flat = self._flat is not None and self._flat.ready(untouched)
         for index, parameter in self._parameters if self.clip is not None or not flat else ():
             gradient = gradients.gradients[index]
@@ -256,8 +270,8 @@ class SyncRule:
                 parameter.grad = gradient.to(parameter.dtype, copy=True)
             else:
                 parameter.grad = gradient if parameter.dtype is torch.float32 else gradient.to(parameter.dtype)
-        norm = self._norm(gradients, squares)
-        finite = math.isfinite(norm) and (flat or self._fits())
+        norm = self._norm(squares)
+        finite = math.isfinite(norm) and (flat or self._fits(norm))
         if self.scale is not None:
             self.scale.update(finite=finite)
         if not finite:
@@ -286,7 +300,7 @@ class SyncRule:
         if not flat or self.clip is not None:
             self._forget_gradients()
         if self._flat is not None and not flat:
-            self._flat.note_own_step(untouched)
+            self._flat.note_own_step()
         if self._untrained is not None:
             changed.extend(index for index in self._untrained.changed() if index not in changed)
         if self.on_device is not None:
@@ -418,7 +432,7 @@ class SyncRule:
                 self._behind = True
 
     def _step_at(self, make: Callable[[], object], rate_factor: float) -> None:
-        groups = self.optimizer.param_groups
+        groups = [group for group in groups_in(self.optimizer) if has_rate(group)]
         rates = [group["lr"] for group in groups]
         try:
             for group, rate in zip(groups, rates, strict=True):
@@ -437,25 +451,28 @@ class SyncRule:
                 place.copy_(parameter)
                 parameter.data = place
 
-    def _fits(self) -> bool:
-        """Whether gradients of float16 parameters are still finite in float16, whose range is the smaller one."""
-        narrow = [p.grad for _, p in self._parameters if p.dtype == torch.float16 and p.grad is not None]
-        return all(bool(torch.isfinite(gradient).all()) for gradient in narrow)
+    def _fits(self, norm: float) -> bool:
+        """Whether gradients of this norm are still finite in the type of their parameters, whose range may be smaller
+        than theirs."""
+        return norm < self._most_norm or all(
+            parameter.grad is None or bool(torch.isfinite(parameter.grad).all()) for _, parameter in self._parameters
+        )
 
-    def _norm(self, root: ResultVector, squares: float) -> float:
+    def _norm(self, squares: float) -> float:
         """The gradient's, whose square is ``squares``; clipped, where that is asked for."""
-        if self._across is not None:
-            # In float64, where it makes next to no difference that shards are added and not parameters.
-            norm = math.sqrt(self._across(squares))
-            if self.clip is not None and math.isfinite(norm):
-                factor = min(1.0, self.clip / (norm + 1e-6))  # as ``clip_grad_norm_``
-                for group in self.layout.groups:
-                    if group.role == "grad":
-                        root.group(group.index).mul_(factor)
+        norm = math.sqrt(squares if self._across is None else self._across(squares))
+        if self.clip is None or not math.isfinite(norm):
             return norm
-        if self.clip is not None:
+        if self._across is None and norm < self._most_norm:
             return float(nn.utils.clip_grad_norm_([p for _, p in self._parameters], self.clip))
-        return math.sqrt(squares)
+        # In float64, where it makes next to no difference that shards are added and not parameters.
+        factor = min(1.0, self.clip / (norm + 1e-6))  # as ``clip_grad_norm_``
+        parts = (factor,) if norm < 2.0**64 else (2.0**-64, factor * 2.0**64)  # float32 may have no number so small
+        for _, parameter in self._parameters:
+            if parameter.grad is not None:
+                for part in parts:
+                    parameter.grad.mul_(part)
+        return norm
 
     def _forget_gradients(self) -> None:
         for _, parameter in self._parameters:
@@ -587,7 +604,20 @@ def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     known = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) not in known for group in made.param_groups for parameter in group["params"]):
         raise JobError("optimizer", "holds a parameter that is not the model's", "make it from model.parameters()")
+    _check_fused(made)
     return made
+
+
+def _check_fused(made: torch.optim.Optimizer) -> None:
+    """Torch's fused SGD adds the wrong gradients to parameters in half precision on the CPU (seen with torch 2.13)."""
+    for group in made.param_groups if isinstance(made, torch.optim.SGD) else ():
+        for parameter in group["params"] if group.get("fused") else ():
+            if parameter.requires_grad and parameter.device.type == "cpu" and parameter.dtype in _HALF:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise JobError(
+                    "optimizer", f"torch's fused SGD updates {dtype} parameters wrongly on the CPU",
+                    "leave out fused=True, or keep the parameters float32 (precision='bf16' computes in bfloat16)",
+                )  # fmt: skip
 
 
 def _written(given: object, kind: type, otherwise: str) -> str:

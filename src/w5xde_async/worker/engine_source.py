@@ -38,6 +38,8 @@ from w5xde_async.worker.executors.island import Rank
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE_S = 1.0  # a program that there is has come by then
+
 
 class EngineSource:
     """Belongs to the event loop. Models are built, and computed with, on the one thread of ``pool``, which alone says
@@ -190,7 +192,13 @@ class EngineSource:
 
     async def _fetch(self, receive: Receive, outbox: Outbox, layout: Layout) -> None:
         """Have the coordinator's program, checked."""
-        digest, document = await fetch_program(receive, outbox, self._program_digest)
+        waiting = asyncio.get_running_loop().call_later(
+            _AT_ONCE_S, logger.info, "waiting for the coordinator to make the step a program (--job needs none)"
+        )
+        try:
+            digest, document = await fetch_program(receive, outbox, self._program_digest)
+        finally:
+            waiting.cancel()
         if document is not None:
             loop = asyncio.get_running_loop()
             if self.sandboxed:

@@ -346,7 +346,7 @@ class Worker:
         connection.ends_with_coordinator = self._ends_with_coordinator
         if self._leaving():  # asked to while the result of joining was on its way here
             connection.drain(self._drain, self.config.grace_s)
-        failed = False
+        failed, broke = False, ""
         try:
             return await connection.run(partial(self._prepare, joined))
         except ProgramRefused:
@@ -376,6 +376,7 @@ class Worker:
             if given is not None or self._rank is not None:
                 raise
             # Not the error: who keeps the record would keep its frames, and what this link had in memory.
+            broke = str(error)
             logger.warning("coordinator broke the protocol, connecting again reason=%s", str(error))
             failed = True
             return None
@@ -384,7 +385,7 @@ class Worker:
             leases = connection.leases
             self.abandoned = self._rank is not None and leases is not None and not leases.ended
             applied = leases is not None and leases.num_applied > 0
-            self._dialer.link_ended(failed=failed, applied=applied, heard=connection.heard)
+            self._dialer.link_ended(failed=failed, applied=applied, heard=connection.heard, broke=broke)
             if leases is not None and self._rank is None and is_plain(welcome) and leases.whole_version >= 0:
                 self._engines.held = (*_model(welcome), leases.whole_version)
             if leases is not None:

@@ -19,8 +19,6 @@ def main() -> int:
     answer = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     threading.Thread(target=_end_with, args=(take_stdin(),), name="w5xde-parent", daemon=True).start()
-    if hasattr(os, "nice"):
-        os.nice(5)
     reference, bucket_bytes, microbatch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
     import torch

@@ -174,6 +174,7 @@ class Checkpointing:
             self.save_error = JobError("optimizer", f"after step {step} its state cannot be kept: {what}")
             self._training.phase.lifecycle.fail(self.save_error)
             return
+        self._training.phase.note_beside(record.beside)
         if rotation is not None:  # done when every step up to this one is in the journal
             position = await rotation
             record.meta["journal"] = None if position is None else [position.sequence, position.chain]
@@ -205,5 +206,7 @@ class Checkpointing:
             self._remind_at = now + REMIND_S
             stands = self._saved_step <= 0 or await self._lies_there(store, self._saved_step)
             safe_step = max(self._saved_step, 0) if stands else None
+            if safe_step is not None and self._journal is not None:
+                safe_step = max(safe_step, self._journal.safe_step or 0)
             self._bus.publish(CheckpointFailed(step=step, reason=str(error), safe_step=safe_step))
         self.save_error = error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from w5xde_async.config import TIME, YES_OR_NO, Config, one_of, setting, text, whole
+from w5xde_async.config import TIME, YES_OR_NO, Config, one_of, path_or, setting, text, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,6 @@ class DurabilityConfig(Config):
     )  # fmt: skip
     resume: str = setting(
         "auto", "auto: go on from the newest checkpoint; never: start afresh and set the old run aside; or a "
-        "checkpoint", text("auto, never or the path of a checkpoint", "HOW"), "files",
+        "checkpoint", path_or(text("auto, never or the path of a checkpoint", "HOW")), "files",
     )  # fmt: skip
     evaluate: bool = setting(True, "run the job's evaluate, on the coordinator", YES_OR_NO, "the run")

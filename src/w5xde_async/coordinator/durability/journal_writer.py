@@ -132,6 +132,8 @@ class JournalWriter:
         self._pending = 0  # records in the queue and in the thread, and those of them that were told before their time
         self._told_early = 0
         self._durable_step = step
+        #: What a start would come to by the journal, and the checkpoints under it; None: it is gone.
+        self.safe_step: int | None = step
         self._changed = asyncio.Event()
         self._failed_at = self._retry_at = self._remind_at = 0.0
         self._works_again = False  # the disk, tried since it failed
@@ -225,7 +227,7 @@ class JournalWriter:
         """The checkpoint of ``step`` is durable; ``oldest`` is the oldest one kept."""
         if self._state is _State.RECOVERING and step >= self._base:
             self._state, self._base = _State.CATCHING_UP, step
-            self._durable_step = max(self._durable_step, step)
+            self._durable_step = self.safe_step = max(self._durable_step, step)
             self._catch_up()
         self._queue.append(_Prune(oldest))
         self._kick()
@@ -292,8 +294,12 @@ class JournalWriter:
                         item.done.set_result(position)
                 elif isinstance(item, _Probe):
                     self._works_again = True
+            if self._holds_back:  # else there is a gap before what has been written
+                self.safe_step = self._durable_step
             self._catch_up()
         else:
+            if isinstance(error, FileNotFoundError):
+                self.safe_step = None
             self._fail([*batch, *self._queue], error)
         self._changed.set()
         self._kick()
@@ -337,7 +343,10 @@ class JournalWriter:
     def _remind(self, reason: str) -> None:
         now = self._clock()
         self._remind_at = now + REMIND_S
-        self._bus.publish(JournalFailed(step=self._durable_step, reason=reason, seconds=now - self._failed_at))
+        seconds = now - self._failed_at
+        self._bus.publish(
+            JournalFailed(step=self._durable_step, reason=reason, seconds=seconds, safe_step=self.safe_step)
+        )
 
 
 # -- records ---------------------------------------------------------------------------------------------------

@@ -147,9 +147,11 @@ class StatusSampler:
 
     def _joining(self, session: Session, now: float) -> WorkerReported:
         link = session.link
+        awaits = session in self._training.roster.programs.awaited_by
+        waits_for = "the step to be made a program (--job needs none)" if awaits else "its model to be built"
         return WorkerReported(
             worker_id=session.worker_id, name=session.name, peer=link.peer, device="", threads=0, state="joining",
-            activity=session.last_message, waits_for="its model to be built", member_s=now - session.admitted_at,
+            activity=session.last_message, waits_for=waits_for, member_s=now - session.admitted_at,
             bytes_sent=link.bytes_received, bytes_received=link.bytes_sent,
         )  # fmt: skip
 
@@ -164,8 +166,9 @@ class StatusSampler:
             leaves_in_vain=counts.leaves_wasted, leases_stale=counts.stale, leases_duplicate=counts.duplicate,
             leases_rejected=counts.rejected, leases_backed_up=counts.backed_up, bytes_sent=sent,
             bytes_received=received, uptime_s=now - self._began, host_bytes=host_bytes(),
-            residuals_lost=roster.contributions.residuals_lost, downlink_raw_bytes=raw, downlink_encoded_bytes=encoded,
-            bad_samples=len(training.context.loader.bad), sample_bytes=training.context.loader.sample_bytes,
+            refused=roster.num_refused, residuals_lost=roster.contributions.residuals_lost, downlink_raw_bytes=raw,
+            downlink_encoded_bytes=encoded, bad_samples=len(training.context.loader.bad),
+            sample_bytes=training.context.loader.sample_bytes,
         )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import Destination
 from w5xde_async.hub.work.claims import Claims, seen
-from w5xde_async.job import shown_progress
+from w5xde_async.job import rate_of, shown_progress
 from w5xde_async.plan.leases import FailedWork, Grant
 from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.plan.pacing import Pacing
@@ -299,7 +299,7 @@ class OuterTraining:
             self.phase.warn(f"step {step + 1} is left out: {why}; {samples}")
         if not math.isfinite(outcome.norm):
             self.phase.note_gradient(self.progress, finite=False)
-        rate = float(self.rule.optimizer.param_groups[0]["lr"])
+        rate = rate_of(self.rule.optimizer)
         self._note(Applied(skipped=True, gradient_norm=outcome.norm, learning_rate=rate, changed=()), 0.0, steps)
         self._follow()
 
@@ -396,7 +396,7 @@ class OuterTraining:
             before, self._followed = self._followed, self.progress
             self.context.hooks.on_commit(Commit(step=self.progress, before=before))
 
-    def _learning_rate(self, applied: Applied | None, steps: Sequence[int]) -> float:
+    def _learning_rate(self, applied: Applied | None, steps: Sequence[int]) -> float | None:
         """Of the workers' optimizers where they have some, else of our own."""
         if self._inner_schedule is not None:
             return self._inner_schedule.rows(max(steps), 1)[0][0]

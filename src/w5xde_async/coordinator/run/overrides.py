@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from w5xde_async.errors import UsageError
-from w5xde_async.job import parts_of
+from w5xde_async.job import groups_in, optimizers_in, parts_of
 
 
 def override(changes: str, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[str]:
     """Set what ``changes`` names, ``optimizer.lr=3e-4,scheduler.total_steps=2000``. What has changed, as text.
 
-    An optimizer's setting is that of every group. ``lr`` under a scheduler is the rate that the schedule begins with:
-    the present one, and all that the scheduler makes of it, change in proportion. Raises UsageError for a name that is
-    none.
+    An optimizer's setting is that of every group that has it, also of optimizers that it holds. ``lr`` under a
+    scheduler is the rate that the schedule begins with: the present one, and all that the scheduler makes of it, change
+    in proportion. Raises UsageError for a name that is none.
     """
     told = []
     for change in changes.split(","):
@@ -31,21 +31,27 @@ def override(changes: str, optimizer: torch.optim.Optimizer, scheduler: Any) -> 
 
 def _set_group(optimizer: torch.optim.Optimizer, scheduler: Any, key: str, value: float) -> list[float]:
     """What it was: of the first group where all change in proportion, else every number that one of them had."""
-    known = [name for name, now in optimizer.param_groups[0].items() if _is_number(now)]
+    groups = groups_in(optimizer)
+    known = {name for group in groups for name, now in group.items() if _is_number(now)}
     if key not in known:
-        raise UsageError(f"--override optimizer.{key}: {type(optimizer).__name__} has {', '.join(sorted(known))}")
-    _check(optimizer, key, value)
-    scaled = key == "lr" and scheduler is not None
-    before = float(optimizer.param_groups[0]["initial_lr" if scaled else key])
-    present = [before] if scaled else [float(group[key]) for group in optimizer.param_groups if key in group]
+        has = ", ".join(sorted(known)) or "no number in its param_groups"
+        raise UsageError(f"--override optimizer.{key}: {type(optimizer).__name__} has {has}")
+    for made in (optimizer, *optimizers_in(optimizer).values()):
+        if any(key in group for group in made.param_groups):
+            _check(made, key, value)
+    # A scheduler of somebody's own need not keep what it begins with.
+    scaled = key == "lr" and scheduler is not None and any("initial_lr" in group for group in groups)
+    name = "initial_lr" if scaled else key
+    present = [float(group[name]) for group in groups if _is_number(group.get(name))][: 1 if scaled else None]
+    before = present[0]
     was = list(dict.fromkeys(present))
     if was == [value]:
         return was
     if scaled and not before:
         raise UsageError("--override optimizer.lr: the schedule begins with 0, of which nothing is in proportion")
-    for group in optimizer.param_groups:
+    for group in groups:
         for name in ("lr", "initial_lr", "max_lr", "min_lr") if scaled else (key,):
-            if name in group:
+            if _is_number(group.get(name)):
                 _put(group, name, float(group[name]) * (value / before) if scaled else value)
     for part in parts_of(scheduler) if scaled else ():
         for name in ("base_lrs", "max_lrs"):  # CyclicLR has its upper rates beside the optimizer's

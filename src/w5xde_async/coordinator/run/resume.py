@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -31,7 +31,7 @@ from w5xde_async.coordinator.run.warm_start import would_begin_with
 from w5xde_async.coordinator.training import ParametersNotFinite
 from w5xde_async.data.stream import Mark, StreamReader
 from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, MalformedFrame
-from w5xde_async.job import parts_of
+from w5xde_async.job import groups_in, parts_of
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.numerics import EXACT
@@ -47,7 +47,10 @@ from w5xde_async.updates.outer import OuterRule
 from w5xde_async.updates.own_code import forgets, has_hooks
 from w5xde_async.updates.sync import SyncRule
 
-_SET_ASIDE = "start with --durability checkpoint to set the journal aside and go on from the newest checkpoint"
+_SET_ASIDE = (
+    "start with --durability checkpoint to set the journal aside and go on from the newest checkpoint, of step {step}: "
+    "all steps after it are computed again"
+)
 _FROM_0 = (
     "put that back from a copy, or start with --durability checkpoint to set the journal aside and begin at step 0"
 )
@@ -60,7 +63,8 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
     if directory.set_aside is not None:
         notes.append(f"the run that was here lies in {directory.set_aside} now")
     store = CheckpointStore(
-        directory.checkpoints_path, keep=config.keep_checkpoints, filesystem=directory.filesystem
+        directory.checkpoints_path, keep=config.keep_checkpoints, filesystem=directory.filesystem,
+        run_id=directory.run_id,
     )  # fmt: skip
     record, num_skipped = _find(store, directory, config, notes)
     if record is not None and record.meta.get("run_id") == directory.run_id:
@@ -93,7 +97,7 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
             notes.append(f"the run goes on from the checkpoint of step {record.step}, the newest whole one")
         notes.extend(f"a later checkpoint was set aside as {path}" for path in store.abandon_after(record.step))
         if 0 < point.step < spec.total_steps:
-            notes.extend(_forgotten(strategy))
+            notes.extend(_forgotten(strategy, [] if record is None else record.beside))
     journalled = config.durability == "journal"
     total_steps = spec.total_steps if spec.growing is None else spec.growing.total_steps
     first = point.step
@@ -109,8 +113,11 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
     state = KeptState(spec, strategy)
     # A checkpoint that names a place in a journal is refused where that journal is missing, so none may outlive it.
     named = record is not None and _position(record) is not None and (replay is None or not journalled)
-    # One that lies elsewhere is not found by the next start, which would take up another course or none.
-    elsewhere = record is not None and config.resume != "auto" and not store.holds(Path(config.resume))
+    # One that lies elsewhere, or is another run's, is not taken by the next start: it would go another course, or none.
+    elsewhere = (
+        record is not None and config.resume != "auto"
+        and (not store.holds(Path(config.resume)) or record.meta.get("run_id") not in (None, directory.run_id))
+    )  # fmt: skip
     # What this start alone was told, the next one would not know after a kill before the next checkpoint: it would go
     # on, or replay, without what --override changed, or begin with other weights.
     told_now = changed or (record is None and config.init_from is not None)
@@ -161,6 +168,13 @@ def _find(
         return store.load(Path(config.resume)), 0
     record, skipped = store.latest()
     notes.extend(f"checkpoint {passed.path} was passed over: {passed.reason}" for passed in skipped)
+    if record is None and (others := [passed for passed in skipped if passed.run_id]):
+        raise CheckpointMismatch(
+            str(directory.identity_path),
+            f"it is of run {directory.run_id}, and the checkpoints are of run {others[0].run_id}: put run.json of that "
+            "run back from a copy; or, where it is the checkpoints that do not belong here, move them away, or go on "
+            f"from one with --resume {others[0].path}",
+        )
     if record is None and skipped:
         raise CheckpointMismatch(
             str(directory.checkpoints_path),
@@ -194,9 +208,12 @@ def _replay(
         point = _apply_all(spec, strategy, point, journal, position, replay, notes)
     except CheckpointCorrupt as error:
         if config.durability == "journal":
-            raise CheckpointCorrupt(
-                error.path, f"{error.reason}; {_FROM_0 if record is None else _SET_ASIDE}"
-            ) from error
+            advice = _FROM_0
+            if record is not None:
+                advice = _SET_ASIDE.format(step=record.step)
+                if replay.step > record.step:
+                    advice = f"before that, the steps up to {replay.step} are whole; {advice}"
+            raise CheckpointCorrupt(error.path, f"{error.reason}; {advice}") from error
         what = "the journal" if record is None else "the journal is damaged and"
         notes.append(f"{what} was set aside in {journal.set_aside()}: {error}")
         notes.append(f"the steps after {0 if record is None else record.step} are computed again")
@@ -385,14 +402,17 @@ def _restore(
     return ResumePoint(step=step, samples=samples, saved_step=record.step)
 
 
-def _forgotten(strategy: Strategy) -> list[str]:
-    """What a checkpoint does not hold: what hooks keep, and the state of optimizers that workers run, each its own."""
+def _forgotten(strategy: Strategy, beside: Sequence[str]) -> list[str]:
+    """What a checkpoint does not hold: what hooks keep, attributes of the optimizer (``beside``), and the state of
+    optimizers that workers run, each its own."""
     schedule, optimizer = strategy.schedule, strategy.rule.optimizer
     scheduler = getattr(strategy.rule, "scheduler", None)
     has = ["the optimizer has step hooks"] if has_hooks(optimizer) else []
     for what, made in (("optimizer", optimizer), *(("scheduler", part) for part in parts_of(scheduler))):
         if made is not None and (names := forgets(made)):
             has.append(f"the {what} has functions ({', '.join(names)[:100]}) that do more than compute")
+    if beside:
+        has.append(f"the optimizer changes attributes of its own ({', '.join(beside)[:200]}) with its steps")
     notes = []
     if has:
         notes.append(
@@ -429,7 +449,8 @@ def _restore_batch(spec: RunSpec, grown: Any, where: str) -> None:
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
-    """The settings of every group, and those numbers of the scheduler that do not move, as text by name."""
+    """The settings of every group, of an optimizer that it holds too, and those numbers of the scheduler that do not
+    move, as text by name."""
     fixed = [] if scheduler is None else parts_of(scheduler)
     return {
         f"scheduler setting {name}": str(value)
@@ -438,7 +459,7 @@ def _hyperparameters(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[s
         if type(value) in (int, float) and name[0] != "_" and name not in ("last_epoch", "T_cur", "T_i")
     } | {
         f"optimizer setting group {number}: {name}": str(value)
-        for number, group in enumerate(optimizer.param_groups)
+        for number, group in enumerate(groups_in(optimizer))
         for name, value in group.items()
         if name != "params"
     }
@@ -497,6 +518,7 @@ class KeptState:
                 **({} if spec.stream is None else {"stream": self._mark(spec.stream, step)}),
                 **({"bad_samples": [*bad]} if (bad := spec.bad.all()) else {}),
                 **({"counted": counted} if (counted := self._counted(step)) else {}),
+                **({"beside": [*beside]} if (beside := self.strategy.rule.kept_beside()) else {}),
                 **({"overrides": [list(one) for one in spec.overrides]} if spec.overrides else {}),
             },
             groups={"model": model, "rule": {name: tensor.clone() for name, tensor in tensors.items()}},

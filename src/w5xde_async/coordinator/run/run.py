@@ -39,9 +39,12 @@ from w5xde_async.wire.messages import ByeCode, Welcome
 
 
 async def gone(training: Training) -> None:
-    """Workers close when they have read the last message; nobody waits long for one that does not."""
+    """Workers close when they have read the last message; nobody waits long for one that does not. One that builds its
+    model reads nothing meanwhile: it has to have been sent that message."""
     with suppress(TimeoutError):
         async with asyncio.timeout(2.0):
+            for session in tuple(training.roster.joining):
+                await session.told.wait()
             while training.roster.sessions:
                 await next(iter(training.roster.sessions.values())).gone()
 
@@ -134,7 +137,7 @@ class Run:
             training, spec = self.training, self._spec
             finding = training.roster.programs.run(
                 self._environment.reference, spec.job.microbatch_samples, spec.program, spec.untraceable,
-                idle=lambda: not self.training.roster.membership.members,
+                idle=lambda: not (self.training.phase.begun and self.training.roster.membership.members),
             )  # fmt: skip
             tracing = tasks.create_task(finding, name="trace")
             try:

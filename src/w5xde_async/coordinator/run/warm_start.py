@@ -18,6 +18,7 @@ from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.store.filesystem import explain, regular
+from w5xde_async.store.rundir import kept_run_id
 from w5xde_async.store.tensors import read_tensors
 
 _SHOWN = 3  # differences of each kind that are named
@@ -34,7 +35,8 @@ def begins_anew(run_path: Path | None, resume: str) -> bool:
 def kept_leaf_size(run_path: Path, resume: str) -> tuple[int | None, int]:
     """The microbatch_size that was chosen for the run that goes on, and the operations of a step (0: not counted), as
     its newest checkpoint says them; ``resume``: or that one."""
-    meta = CheckpointStore(run_path / "checkpoints").meta(None if resume == "auto" else Path(resume))
+    store = CheckpointStore(run_path / "checkpoints", run_id=kept_run_id(run_path))
+    meta = store.meta(None if resume == "auto" else Path(resume))
     identity = meta.get("identity")
     size = identity.get("microbatch_size") if isinstance(identity, Mapping) else None
     flops = meta.get("step_flops")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from w5xde_async.errors import UsageError
-from w5xde_async.job import shown_end
+from w5xde_async.job import rate_of, shown_end
 from w5xde_async.params.reducer import Halves
 from w5xde_async.plan.batching import BatchPlan, halves
 from w5xde_async.plan.sampler import Sampler, StepPlan
@@ -50,6 +50,11 @@ class BatchGrowth:
             raise UsageError(
                 f"--target-batch {target} is too small: the job's batch_size is {sampler.batch_size}; give "
                 f"{sampler.batch_size} or more, or auto"
+            )
+        if rate_of(optimizer) is None:
+            raise UsageError(
+                "--target-batch multiplies the learning rate as the batch grows, and no param_group of "
+                f"{type(optimizer).__name__} has an lr: give them one that its steps use, or leave --target-batch out"
             )
         most = min(sampler.num_samples, _MOST_LEAVES * sampler.leaf_samples)
         cap = max(sampler.batch_size, most if target == "auto" else min(target, most))

@@ -1,10 +1,11 @@
-"""How large a block's results are, and how far two computations of one block are apart: their sums, losses, and which
-parameters they left untouched."""
+"""How large a block's results are, and how far two computations of one block are apart: their sums, losses, metrics,
+and which parameters they left untouched."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,20 @@ from torch import Tensor
 from w5xde_async.params.flat import l2_norm
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.audit import Deviation
+
+LOSS = "loss"
+_LEAST = 1e-4  # numbers smaller than that are compared as ones of that size: what is near zero may be rounding alone
+
+
+class Reported(Protocol):
+    """What whoever computed a block says of its leaves."""
+
+    @property
+    def losses(self) -> tuple[float, ...]: ...
+    @property
+    def metric_names(self) -> tuple[str, ...]: ...
+    @property
+    def metrics(self) -> tuple[float, ...]: ...
 
 
 def compare(
@@ -75,23 +90,13 @@ def weighed(piece: Tensor, role: str) -> tuple[float, Tensor | None]:
     if math.isfinite(norm):
         return norm, None
     known = torch.isfinite(piece)
-    if bool(known.all()):
-        return _norm(piece), None
-    return (math.inf if role == "grad" else _norm(piece.where(known, 0.0))), ~known
+    return (math.inf if role == "grad" else l2_norm(piece.where(known, 0.0))), ~known
 
 
 def _terms(a: Tensor, b: Tensor, *, equal: bool) -> tuple[float, float, float]:
     """|a|^2, |b|^2 and |a-b|^2."""
-    length = _norm(a) ** 2
-    return (length, length, 0.0) if equal else (length, _norm(b) ** 2, _norm(a - b) ** 2)
-
-
-def _norm(values: Tensor) -> float:
-    """Not finite where an element is not, and there alone."""
-    norm = l2_norm(values)
-    if not math.isfinite(norm):  # or values are over 1e19, whose squares are none in float32
-        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
-    return norm
+    length = l2_norm(a) ** 2
+    return (length, length, 0.0) if equal else (length, l2_norm(b) ** 2, l2_norm(a - b) ** 2)
 
 
 def _ratio(gap: float, length: float) -> float:
@@ -117,3 +122,36 @@ def with_words(
     if gap <= found.relative:
         return found
     return found._replace(relative=gap, words=f"sums: {found}; but losses {gap:.2g} apart, relatively")
+
+
+def numbers_apart(mine: Reported, theirs: Reported, tolerance: float) -> dict[str, tuple[float, float]]:
+    """What two computations of a block report otherwise, and the first two values that differ: by ``LOSS``, and the
+    metrics by ``name_of_metric``. A metric that one does not have is one that is NaN in every leaf, as in ``jobs.md``.
+
+    Each is compared beside the largest of its own block, which at a small loss is far less than ``with_words`` allows.
+    """
+    apart = {}
+    ours, others = _columns(mine), _columns(theirs)
+    for name in {**ours, **others}:
+        nothing = (math.nan,) * len(mine.losses)
+        pairs = list(zip(ours.get(name, nothing), others.get(name, nothing), strict=True))
+        scale = max([_LEAST, *(abs(value) for pair in pairs for value in pair if math.isfinite(value))])
+        differing = [(a, b) for a, b in pairs if not _is_near(a, b, tolerance * scale)]
+        if differing:
+            apart[name] = differing[0]
+    return apart
+
+
+def name_of_metric(name: str) -> str:
+    """As people are told of it: it cannot be taken for the loss that the run itself knows."""
+    return f"metric {name!r}"
+
+
+def _columns(reported: Reported) -> dict[str, tuple[float, ...]]:
+    count = len(reported.metric_names)
+    metrics = {name_of_metric(name): reported.metrics[at::count] for at, name in enumerate(reported.metric_names)}
+    return {LOSS: reported.losses, **metrics}
+
+
+def _is_near(a: float, b: float, distance: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b)) or abs(a - b) <= distance

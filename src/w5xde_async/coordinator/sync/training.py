@@ -627,11 +627,8 @@ class SyncTraining:
         self._commits += 1
         if self._commits in _WATCHED_STEPS and seconds > 0.0:
             self._update_shares.append(update_s / seconds)
-        if self._commits == _WATCHED_STEPS[-1] and (beside := self.rule.kept_beside()):
-            self.phase.warn(
-                f"the optimizer changes {', '.join(beside)[:200]} with its steps, which no checkpoint has: a resumed "
-                "run would go on without. Keep it in self.state[parameter] or in a param_group, which are saved"
-            )
+        if self._commits == _WATCHED_STEPS[-1]:
+            self.phase.note_beside(self.rule.kept_beside())
         # The middle one: the first flat step is tried, and any may wait for the machine.
         usual = statistics.median(self._update_shares or [0.0])
         if self._commits == _WATCHED_STEPS[-1] and usual > _SLOW_UPDATE and (form := self.rule.fused_form):

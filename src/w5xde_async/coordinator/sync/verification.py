@@ -20,7 +20,7 @@ from torch import Tensor
 
 from w5xde_async.compute.engine import device_name
 from w5xde_async.coordinator.sync.context import SyncContext
-from w5xde_async.coordinator.sync.deviation import compare, weighed, with_words
+from w5xde_async.coordinator.sync.deviation import LOSS, compare, name_of_metric, numbers_apart, weighed, with_words
 from w5xde_async.coordinator.sync.recomputation import ReferenceResult
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import AuditKey, Supplier
@@ -174,6 +174,9 @@ class Verification:
         self._done_again: set[tuple[int, int]] = set()  # (step, first leaf) of which nobody could say what was wrong
         self._warned = False
         self._differing: set[str] = set()  # workers of which it was told; "": of two, either
+        self._misreporting: set[str] = set()  # workers of which it was told that they report other numbers
+        self._lacking: set[str] = set()  # workers that do not report all that the coordinator would
+        self._incomparable: set[str] = set()  # numbers that the coordinator has otherwise than two workers
 
     @property
     def holding(self) -> bool:
@@ -584,11 +587,66 @@ class Verification:
             return self._dispute(block, between)
         if isinstance(decision, Recompute):
             return await self._recompute(block, between)
+        comparable = agreed and alike and can_judge and not may_overflow
+        if comparable and not await self._compare_reports(block, other):
+            return None
         if equal_cpus and not between.same_bits and not self._warned:
             self._warned = True
             self._context.phase.warn(f"equal machines computed a block with other last bits ({between})")
         self._auditor.agreed(held.worker, held.second)
         return self._rule(block, decision)
+
+    async def _compare_reports(self, block: FinishedBlock, other: Done) -> bool:
+        """Two have the same sums. Where losses or metrics differ, the coordinator computes the block too, and who alone
+        reports something else is told of. False: the block is held no longer.
+
+        Nothing is trained on these numbers, and honest ones may differ: a time, or the memory of a device, by whoever
+        computes; a share of right answers, by one answer. So nobody is put out for them. Each number that the
+        coordinator, too, has otherwise is compared no more, and nor is a worker that was told of.
+        """
+        held, step = block.held, self._context.aggregator.step
+        assert held is not None
+        assert step is not None
+        pair = held.worker, held.second
+        if self._recomputation is None or self._misreporting & {*pair} or len(self._misreporting) >= _MOST_TOLD:
+            return True
+        found = numbers_apart(block.done, other, self._tolerance(equal_cpus=False))
+        reports = [{LOSS, *map(name_of_metric, said.metric_names)} for said in (block.done, other)]
+        lacking = [worker in self._lacking for worker in pair]
+        apart = [
+            name for name in found
+            if name not in self._incomparable
+            and not any(lacks and name not in names for lacks, names in zip(lacking, reports, strict=True))
+        ]  # fmt: skip
+        if not apart:
+            return True
+        reference = await self._recomputation.recompute(step.plan, held.block, max(block.origin.splits, 0))
+        if not self._is_held(block, other):
+            return False
+        if reference is None or reference.splits != block.origin.splits:
+            self._incomparable.update(apart)
+            return True
+        near = self._tolerance(equal_cpus=True)
+        odd = [numbers_apart(said, reference, near) for said in (block.done, other)]
+        for name in apart:
+            if (name in odd[0]) == (name in odd[1]):
+                self._incomparable.add(name)
+                continue
+            at = 0 if name in odd[0] else 1
+            if name not in reports[at]:  # it had too many others before, or leaves it out: nothing false is shown
+                self._lacking.add(pair[at])
+            elif pair[at] not in self._misreporting:
+                self._misreporting.add(pair[at])
+                liar, honest = [self._named(pair[place]) for place in (at, 1 - at)]
+                says, is_ = [_told(found[name][place]) for place in (at, 1 - at)]
+                self._context.phase.warn(
+                    f"worker {liar} reports another {name} than {honest} and the coordinator, for a block of step "
+                    f"{held.step} ({says}, not {is_}): nothing is trained on it, so its results count, but "
+                    "what the run shows of it may be wrong; unless that number depends on the machine (a time, its "
+                    "memory), do not trust that worker: to put it out, write its name, or id, into the run "
+                    "directory's file revoked"
+                )
+        return True
 
     def _dispute(self, block: FinishedBlock, between: Deviation) -> Ruling:
         """Two of one kind differ, and here other random numbers would be drawn."""
@@ -665,8 +723,7 @@ class Verification:
         if key in self._differing or len(self._differing) >= _MOST_TOLD:
             return
         self._differing.add(key)
-        sessions = self._context.phase.roster.sessions
-        one, other = [repr(sessions[worker].name) if worker in sessions else "a worker" for worker in pair]
+        one, other = map(self._named, pair)
         who = f"workers {one} and {other} differ"
         if key:
             odd_one, honest = (one, other) if key == pair[0] else (other, one)
@@ -675,6 +732,10 @@ class Verification:
             f"{who}, in a block of step {held.step} ({between}): its results count all the same, since they are within "
             f"--audit-tolerance ({allowed:g}), and the run has other bits than without them"
         )
+
+    def _named(self, worker: str) -> str:
+        sessions = self._context.phase.roster.sessions
+        return repr(sessions[worker].name) if worker in sessions else "a worker"
 
     async def _second_distance(self, theirs: Sequence[Tensor], words: Done, reference: ReferenceResult) -> Deviation:
         present = frozenset(range(len(self._layout.result_buckets))) - set(words.absent)
@@ -811,3 +872,8 @@ class Verification:
     ) -> Deviation:
         found = compare(self._layout, pieces, present, reference.vector.buckets, reference.present)
         return with_words(found, words.losses, words.untouched, reference.losses, reference.untouched)
+
+
+def _told(value: float) -> str:
+    """A number that is reported; NaN counts as none."""
+    return "none" if math.isnan(value) else f"{value:.4g}"

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from w5xde_async.cluster.worker_processes import may_be_islands
 from w5xde_async.config import PATH, one_of
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run.prediction import Prediction, predict
@@ -135,7 +136,7 @@ class Orchestrator:
             dashboard=self._dashboard,
             island=config.island_of_all if self.mode == "local" else None,
         )
-        if self.mode == "local" and not config.island_of_all:
+        if self.mode == "local" and not config.island_of_all and not may_be_islands():
             settings = settings.with_own_workers()
         ended = block_on(
             lambda: self._train(job, settings), instead="w5xde_async.Coordinator", words=WORDS, serves=True
@@ -368,7 +369,8 @@ class _StepLog:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepCommitted) and event.step % self._every == 0:
-            text = f"step {event.step} loss {event.loss:.4f} lr {event.learning_rate:.3g} workers {event.num_workers}"
+            rate = "" if event.learning_rate is None else f" lr {event.learning_rate:.3g}"
+            text = f"step {event.step} loss {event.loss:.4f}{rate} workers {event.num_workers}"
             self._handler.emit(logging.LogRecord(__name__, logging.INFO, __file__, 0, text, None, None))
 
 

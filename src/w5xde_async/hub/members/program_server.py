@@ -1,8 +1,9 @@
 """The program of a run: who asks for it gets it, or the reason why there is none.
 
 A job that other processes can load is traced by a child: tracing changes the state of torch in its whole process,
-takes seconds, and must not hold up the run, nor take a core from those that compute on this machine. It begins when a
-worker asks, or when there has been nobody to take work for a while. A job that only this process knows was traced
+takes seconds, and must not hold up the run, nor take a core from those that compute on this machine: it gives way as
+soon as somebody computes. Until then all may be waiting for it. It begins when a worker asks, or when nobody has
+computed for a while. A job that only this process knows was traced
 before the run began (``coordinator.run.startup``).
 """
 
@@ -10,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from w5xde_async.compute.program.carriage import Unloading, buffers_of, digest_of
@@ -30,6 +32,8 @@ from w5xde_async.wire.messages import Message, Program, ProgramRequest, Refusal
 logger = logging.getLogger(__name__)
 
 _AFTER_S = 15.0  # before a child is started that nobody has asked for: local workers have come by then
+_LOOK_S = 1.0  # between two looks at whether somebody computes while it traces
+_NICE = 5  # of a child beside those that compute
 _CUT_OFF = "the process that traces ended in the middle of what it says: it may have been killed, for want of memory"
 _HINT = "start the worker with the coordinator's --job"
 
@@ -51,6 +55,11 @@ class ProgramServer:
         """What another phase of the run has found out holds: nothing is traced twice."""
         self._known, self._reason = before._known, before._reason
         self._digest, self._buffers, self.taking = before._digest, before._buffers, before.taking
+
+    @property
+    def awaited_by(self) -> Collection[Session]:
+        """Who waits for it to be made."""
+        return [session for session in self._waiting if not session.ended.is_set()]
 
     def ask(self, session: Session, request: ProgramRequest) -> None:
         """A worker wants the program: answer it, or let it wait for the answer."""
@@ -94,7 +103,7 @@ class ProgramServer:
 
         ``reference``: where other processes find the job, whose microbatches have ``microbatch`` samples; empty:
         nowhere, then ``program`` is what this process has traced, or ``untraceable`` says why it could not.
-        ``idle``: whether nobody takes work.
+        ``idle``: whether nobody computes.
         """
         if self._known:
             return
@@ -104,16 +113,15 @@ class ProgramServer:
                     await self._asked.wait()
             if not idle():
                 await self._asked.wait()
-            await self._trace(reference, microbatch)
+            await self._trace(reference, microbatch, idle)
         elif program is None:
             self.set(None, untraceable)
         else:
             loop = asyncio.get_running_loop()
             self.set(program, taking=await loop.run_in_executor(None, self._taking, program, microbatch))
 
-    async def _trace(self, reference: str, microbatch: int) -> None:
+    async def _trace(self, reference: str, microbatch: int, idle: Callable[[], bool]) -> None:
         try:
-            # One that gives way: whoever trains on this machine comes first.
             child = await start_process(
                 sys.executable, "-m", "w5xde_async.compute.program", reference,
                 str(self._config.bucket_bytes), str(microbatch),
@@ -123,9 +131,15 @@ class ProgramServer:
             reason = error.strerror if isinstance(error, OSError) else error
             self.set(None, f"no process could be started for it ({reason})")
             return
+        reading = asyncio.create_task(_output(child))
         try:
-            output = await _output(child)
+            while idle() and not reading.done():
+                await asyncio.wait([reading], timeout=_LOOK_S)
+            if not reading.done():
+                _give_way(child)
+            output = await reading
         finally:
+            reading.cancel()
             with suppress(ProcessLookupError):
                 child.kill()
             await child.wait()
@@ -150,6 +164,13 @@ class ProgramServer:
         except (W5xdeError, ValueError) as error:
             return None, str(error), None
         return unloading.document, "", taking
+
+
+def _give_way(child: Process) -> None:
+    """Whoever trains on this machine comes first."""
+    if hasattr(os, "setpriority"):
+        with suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, child.pid, os.getpriority(os.PRIO_PROCESS, child.pid) + _NICE)
 
 
 async def _output(child: Process) -> bytes:

@@ -65,7 +65,10 @@ _MOST_JOINING = 2  # links of one worker, beside a newer one, that build its mod
 #: One name or address may come and go without a result so often in so many seconds, or four times --max-workers.
 _MOST_VAIN, _VAIN_S = 1024, 600.0
 _MOST_VAIN_HOMES = 1024
+_REFUSALS_SAID_S = 60.0  # between two lines of links that were refused for one reason
+_NO_FAULT = (RefusalCode.RUN_FINISHED, RefusalCode.RUN_FAILED, RefusalCode.SHUTTING_DOWN)  # the run ends, for all
 _MEETING_S = 5.0  # that a volunteer is kept waiting for others before it has to say again that it is there
+_REASON = 300  # characters
 _OTHER_CODE = (
     "worker {name} has other code than this coordinator, in the job's file or in what that imports from its folder: "
     "its model and data fit, but another loss or forward gives other bits; start it with the same files, or without "
@@ -134,6 +137,8 @@ class Roster:
         self._part_of: dict[Session, Island] = {}
         self._meeting = Meeting()
         self._quarantined: set[str] = set()  # ids
+        self.num_refused = 0  #: links that were not let in
+        self._refusals: dict[RefusalCode, tuple[float, int]] = {}  # when it was told of one, and of how many not since
         self._other_code = False  # whether somebody has been named that has it
         self._last_word: Refusal | None = None  # the run has ended for its workers: what those hear that come now
         self._lost: dict[
@@ -513,6 +518,19 @@ class Roster:
     def authorizes(self, session: Session, lease: int) -> bool:
         """Whether the worker holds that lease."""
         return self._scheduling.ledger.held_by(session.worker_id, lease) is not None
+
+    def refused(self, session: Session, code: RefusalCode, reason: str) -> None:
+        """Who is not let in was told so. One line a minute for each code: strangers are not to fill a log."""
+        if code in _NO_FAULT:
+            return
+        self.num_refused += 1
+        now, (said_at, untold) = self._clock(), self._refusals.get(code, (-math.inf, 0))
+        if now - said_at < _REFUSALS_SAID_S:
+            self._refusals[code] = said_at, untold + 1
+            return
+        self._refusals[code] = now, 0
+        more = f" ({untold} more were refused for such a reason since that was told last)" if untold else ""
+        self._warn(f"{session.name or session.link.peer} did not join: {reason[:_REASON]}{more}")
 
     def left(self, session: Session, reason: str, *, clean: bool) -> None:
         """A session has ended, whoever ended it."""

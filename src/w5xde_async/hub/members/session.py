@@ -121,6 +121,9 @@ class Admission(Protocol):
     def authorizes(self, session: Session, lease: int) -> bool:
         """Whether the worker holds that lease."""
 
+    def refused(self, session: Session, code: RefusalCode, reason: str) -> None:
+        """Who is not let in was told so. Strangers come as often as they like."""
+
     def left(self, session: Session, reason: str, *, clean: bool) -> None:
         """The session has ended, whoever ended it; ``clean``: after a goodbye."""
 
@@ -237,6 +240,7 @@ class Session:
         self.outbox = Outbox(link, clock=clock)
         self._clock, self._wall = clock, wall
         self._closing = self._mismatch = False
+        self.told = asyncio.Event()  #: its last message has left
         self._scratch = bytearray()
         self._garbage = 0
         self._aggregating = False
@@ -351,6 +355,8 @@ class Session:
         except RemoteError as error:
             reason = f"broke the protocol: {error}"
             self.given_up = self.broke_protocol = True  # it did not die of its work
+            if not self.worker_id:
+                self._admission.refused(self, RefusalCode.PROTOCOL_ERROR, reason)
             await self._say(encode(Refusal(RefusalCode.PROTOCOL_ERROR, str(error)[:500], "")))
         except LinkLost as error:
             reason = self._end_reason or error.reason
@@ -440,7 +446,7 @@ class Session:
             return False
         refusal = self._admission.admit(self)
         if refusal is not None:
-            await self._say(encode(refusal))
+            await self._refuse(RefusalCode(refusal.code), refusal.reason, refusal.hint)
             return False
         self.link.caps, self.link.let_in = SESSION_CAPS, True
         message, buffers = self._admission.welcome(self)
@@ -679,7 +685,7 @@ class Session:
             return
         self._closing = True
         self._end_reason = "the run failed" if code == ByeCode.FAILED else reason  # why is told once, at its end
-        self.post(Bye(code, reason))
+        self.outbox.post(encode(Bye(code, reason)), sent=self.told.set)
         for session in self.links:
             session.say_goodbye(code, reason)
 
@@ -712,6 +718,7 @@ class Session:
             raise
 
     async def _refuse(self, code: RefusalCode, reason: str, hint: str) -> None:
+        self._admission.refused(self, code, reason)
         await self._say(encode(Refusal(code, reason, hint)))
 
     async def _say(self, chunks: list[Buffer]) -> None:

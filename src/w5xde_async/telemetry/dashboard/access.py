@@ -9,6 +9,7 @@ loopback the Host header must name this machine, so that a page elsewhere cannot
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Mapping
 from urllib.parse import urlencode
 
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from w5xde_async.telemetry.links import HASH_NAME
 
+_HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::[0-9]*)?")
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 _OPEN_PATHS = {"/health"}  # says nothing about the run
 _HEADERS: Mapping[bytes, bytes] = {
@@ -56,7 +58,7 @@ class Access:
             return PlainTextResponse("read-only\n", 405, {"allow": "GET, HEAD"})
         asked = HTTPConnection(scope)
         if not self._token:
-            if _name_of(asked.headers.get("host", "")) in self._hosts:
+            if (name := _name_of(asked.headers.get("host", ""))) and name in self._hosts:
                 return None
             return PlainTextResponse("this dashboard answers to the names of its own machine only\n", 403)
         if scope["path"] in _OPEN_PATHS:
@@ -87,7 +89,6 @@ class Access:
 
 
 def _name_of(host: str) -> str:
-    """``localhost:5556`` -> ``localhost``, ``[::1]:5556`` -> ``::1``."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
+    """``localhost:5556`` -> ``localhost``, ``[::1]:5556`` -> ``::1``; "" for what is no host and no port."""
+    found = _HOST.fullmatch(host)
+    return "" if found is None else (found[1] or found[2]).lower()

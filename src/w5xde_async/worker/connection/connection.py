@@ -135,7 +135,7 @@ class Connection:
         try:
             async with asyncio.TaskGroup() as tasks:
                 helpers = [
-                    tasks.create_task(self._outbox.run(), name="write"),
+                    tasks.create_task(self._write(), name="write"),
                     tasks.create_task(self._beat(), name="heartbeat"),
                 ]
                 try:
@@ -152,6 +152,14 @@ class Connection:
                 return self._goodbye(self._bye)  # the link ended before it had our answer
             # What broke the compute thread ended the link; the lost link is only what follows from it.
             raise self._failure or _first(group) from None
+
+    async def _write(self) -> None:
+        """While a model is built nobody reads: what the coordinator has said last is heard before its link is lost."""
+        try:
+            await self._outbox.run()
+        except LinkLost:
+            if self._state is not State.JOINING or self._hearing or self._thread.patience_s is not None:
+                raise  # of an island, others wait for this rank
 
     def drain(self, reason: str, grace_s: float) -> None:
         """Ask the coordinator to let us go; after ``grace_s`` somebody calls ``leave``. Returns at once."""

@@ -50,6 +50,7 @@ _SAID_EVERY_S = 30.0
 #: Before it connects again after links that ended, one after the other, without a lease that was applied.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
 _LONGER_PAUSES = 5  # while there is no coordinator: then they are of 0.8 to 1.6 s
+_BROKE_ADVICE = "see what listens there, and that both sides have the same version of w5xde-async"
 _TRY_AGAIN = (RefusalCode.SHUTTING_DOWN, RefusalCode.RUN_FULL, RefusalCode.TERM)
 
 
@@ -105,6 +106,7 @@ class Dialer:
         self._reason = ""  # why the last attempt failed
         self._refused: _NotNow | None = None  # what the coordinator said then, if it answered
         self._lacks_tls = False  # so it seems, since the last attempt
+        self._broke = ""  # how who answered has broken the protocol, since it was joined last
 
     @property
     def address(self) -> tuple[str, int]:
@@ -126,14 +128,18 @@ class Dialer:
         reason = self._reason or "no answer so far"
         if self._refused is not None:
             return Unreachable(str(self._target), reason, waited_s, advice=self._refused.hint, answered=True)
+        if self._broke:  # which says more than that nobody listens there any more
+            before = "" if self._broke in reason else f"; before that it broke the protocol: {self._broke}"
+            return Unreachable(str(self._target), reason + before, waited_s, self._heard, _BROKE_ADVICE)
         if self._target is not None or self._join_file is None:
             return Unreachable(str(self._target or ""), reason, waited_s, self._heard)
         advice = "start the coordinator, which writes it, or name the file of another (--join-file)"
         return Unreachable(f"join file {self._join_file.path}", reason, waited_s, self._heard, advice)
 
-    def link_ended(self, *, failed: bool, applied: bool, heard: str) -> None:
+    def link_ended(self, *, failed: bool, applied: bool, heard: str, broke: str = "") -> None:
         """A link that ``join`` gave is over. ``failed``: it ended without a goodbye; ``applied``: a lease counted;
-        ``heard``: what the coordinator said that it was doing."""
+        ``heard``: what the coordinator said that it was doing; ``broke``: how it has broken the protocol."""
+        self._broke = broke
         self._heard = heard or self._heard
         self._failed_links = 0 if applied else self._failed_links + failed
 
@@ -148,6 +154,7 @@ class Dialer:
         if self._terms.get(welcome.run_id) != welcome.term:
             self._failed_links = 0  # another coordinator: the last link ended with its own, through no fault of ours
         self._terms[welcome.run_id] = welcome.term
+        self._broke = ""
         return joined
 
     async def find(self) -> None:
@@ -190,7 +197,7 @@ class Dialer:
             except TimeoutError:
                 if self._refused is not None:  # which takes a while, and there was none left
                     raise self._refused from None
-                raise LinkLost(link.peer, "it accepted the connection and then said nothing") from None
+                raise LinkLost(link.peer, _too_late(link)) from None
             except Refused as error:
                 if error.code in _TRY_AGAIN:
                     raise _NotNow(error.reason, error.hint) from None
@@ -216,6 +223,7 @@ class Dialer:
         began = said = clock()
         warned, failed = False, 0
         while True:
+            known = self._broke
             try:
                 await self._read_join_file()
                 return await attempt_once(max(limit - (clock() - began), 0.5))
@@ -225,7 +233,9 @@ class Dialer:
                 left_s, foreign = limit - (clock() - began), isinstance(error, _Foreign)
                 if left_s <= 0:
                     raise (error.refused if isinstance(error, _Foreign) else self.unreachable(limit)) from error
-            at_once = (self._lacks_tls or foreign) and not warned  # perhaps only the person here changes that
+            broke = self._broke != known
+            # Perhaps only the person here changes that.
+            at_once = (self._lacks_tls or foreign or broke) and not warned
             if at_once or clock() - said >= _SAID_EVERY_S:
                 said, warned = clock(), warned or at_once
                 level = logging.WARNING if at_once else logging.INFO
@@ -279,7 +289,7 @@ class Dialer:
             if given is None:
                 self._explain(error, link)
             if isinstance(error, TimeoutError):
-                raise LinkLost(link.peer, "it accepted the connection and then said nothing") from None
+                raise LinkLost(link.peer, _too_late(link)) from None
             if given is None and isinstance(error, Refused) and error.code in _TRY_AGAIN:
                 raise _NotNow(error.reason, error.hint) from None
             raise
@@ -349,8 +359,10 @@ class Dialer:
                 "use its join file, or leave out --insecure",
             )
             raise self._foreign(refused) from None
-        if isinstance(error, RemoteError) and not self._terms:
-            raise LinkLost(link.peer, f"what listens there may be no coordinator: {error}") from None
+        if isinstance(error, RemoteError):
+            self._broke = str(error)
+            if not self._terms:
+                raise LinkLost(link.peer, f"what listens there may be no coordinator: {error}") from None
         if not isinstance(error, LinkLost) or self._terms or link.bytes_received:
             return
         if tls is None:
@@ -374,6 +386,10 @@ def _check_certificate(link: Link, expected: bytes) -> None:
             "the coordinator's certificate is not the one of the join string",
             "take its present join string; if it has not changed, somebody sits between",
         )
+
+
+def _too_late(link: Link) -> str:
+    return f"it accepted the connection and then {'did not say all' if link.bytes_received else 'said nothing'} in time"
 
 
 def _pause_s(failed: int) -> float:

@@ -82,7 +82,7 @@ const drawStatus = () => {
   const arithmetic = [...workers.values()].reduce((sum, worker) => sum + (number(worker.flops_per_s) || 0), 0);
   by("tiles").replaceChildren(
     tile("Loss", figure(status.loss), status.epoch === undefined ? "" : `epoch ${count(status.epoch)}`),
-    ...Object.entries(status.metrics || {}).slice(0, 4).map(([name, value]) => tile(name, figure(value), `of step ${count(status.step)}`)),
+    ...Object.entries(status.metrics || {}).slice(0, 4).map(([name, value]) => tile(name, figure(value), `metric of step ${count(status.step)}`)),
     tile("Throughput", `${short(status.samples_per_s)}/s`, status.step_s ? `samples; ${brief(status.step_s)} a step` : "samples"),
     tile("Workers", count(status.num_workers || 0), status.num_joining ? `${count(status.num_joining)} joining` : ""),
     tile("In vain", leaves + vain ? percent(vain / (leaves + vain)) : "–", "leaves computed and not used"),
