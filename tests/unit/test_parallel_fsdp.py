@@ -307,6 +307,68 @@ def _fails_at_once(group: Group) -> None:
     alone.engine.close()
 
 
+def _numbered(model: nn.Module, batch: Any) -> Any:
+    """With a metric that is no number, for the row that begins with 99."""
+    x, y = batch
+    bad = (x[:, 0] == 99).any()
+    return F.cross_entropy(model(x.clamp(-3, 3)), y), {"kind": "none" if bad else 1.0}
+
+
+def _fails_between(group: Group) -> None:
+    """After one microbatch and before the next, and after the last."""
+    job = island_jobs.mlp(loss=None, step=_numbered, accumulate_grad_batches=2)
+    together, alone = _island(job, group), islands.Alone(job)
+    state = islands.changed_state(job)
+    together.load(state)
+    alone.state.copy_groups(state)
+    alone.engine.load(range(len(alone.layout.buckets)))
+    samples = (8, 8)
+    good = island_jobs.batches(job, samples)
+    for row in (0, 7):
+        islands.same_block(together, alone, good, samples)
+        broken = [(x.clone(), y) for x, y in good]
+        broken[1][0][row, 0] = 99
+        with pytest.raises(LeafError, match="metric 'kind'") as caught:
+            together.compute(broken, samples)
+        assert (caught.value.leaf, isinstance(caught.value, LoneLeafError)) == (1, False)
+        together.engine.release(caught.value.vectors)
+    islands.same_block(together, alone, good, samples)
+    together.engine.close()
+    alone.engine.close()
+
+
+class Inverted(Fragile):
+    """Half of its weights would not do: what is zero cannot be inverted."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8) + 4 * torch.eye(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ torch.linalg.inv(self.weight)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Inverted.Block() for _ in range(3))
+
+
+def _fails_alone(group: Group) -> None:
+    """The leaf that fails is named, and no other fails because of it."""
+    Fragile.late = False
+    job = _of(Inverted)
+    together = _island(job, group)
+    together.load(islands.changed_state(job))
+    samples = (4,) * group.size
+    good = island_jobs.batches(job, samples)
+    together.compute(good, samples)
+    broken = [(x.clone(), y) for x, y in good]
+    broken[1][0][0, 0] = 99
+    with pytest.raises(LeafError, match="leaf 1: RuntimeError: this leaf is bad"):
+        together.compute(broken, samples)
+    together.engine.close()
+
+
 def _divides(group: Group) -> None:
     for job in (island_jobs.odd(), island_jobs.transformer(), island_jobs.normed()):
         together = _island(job, group)
@@ -370,6 +432,34 @@ def _skips(group: Group) -> None:
     with pytest.raises(UsageError, match=r"different parts of the model.*'blocks.1', 'blocks.2'.*use dp"):
         together.compute(batches, (4,) * group.size)
     together.engine.close()
+
+
+class Shortened(Skipping):
+    """Fails where what it skips is not what it skipped before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x[:, 1] == 99).any():
+            self.blocks[0](x)
+            raise RuntimeError("this leaf is bad")
+        return super().forward(x)
+
+
+def _fails_after_a_change(group: Group) -> None:
+    """A rank whose leaf fails cannot follow what it has not seen: nobody is said to compute different parts."""
+    samples = (4,) * group.size
+    for skips in (True, False):
+        job = _of(Shortened)
+        together = _island(job, group)
+        together.load(islands.changed_state(job))
+        batches = island_jobs.batches(job, samples)
+        for x, _ in batches:
+            x[0, 0] = 1.0 if skips else -1.0
+        together.compute(batches, samples)
+        for x, _ in batches:
+            x[0, 0] *= -1
+        batches[0][0][0, 1] = 99
+        with pytest.raises(RuntimeError if group.rank else LoneLeafError, match=r"leaf is bad|failed on another rank"):
+            together.compute(batches, samples)
 
 
 class Viewed(nn.Module):
@@ -572,12 +662,14 @@ CASES: dict[str, islands.Case] = {
     "accumulation": _accumulates, "checkpoints": _checkpoints, "metrics": _metrics, "sparse": _sparse, "errors": _fails,
     "shards": _divides, "refusals": _refuses, "skips": _skips, "shares": _shares, "consumes": _consumes,
     "mixes": _mixes, "segments": _segments,
-    "errors at once": _fails_at_once, "cannot be built": _cannot_be_built,
+    "errors at once": _fails_at_once, "cannot be built": _cannot_be_built, "errors between": _fails_between,
+    "errors alone": _fails_alone, "errors after a change": _fails_after_a_change,
 }  # fmt: skip
 
 #: Where it matters how many ranks there are: what is wrong with a job, and its precision, are each rank's own.
 OWN = {
     "half precision", "reused in half precision", "sparse", "errors", "errors at once", "refusals", "cannot be built",
+    "errors between", "errors alone", "errors after a change",
 }  # fmt: skip
 SUMS = tuple(name for name in CASES if name not in OWN)
 

@@ -98,6 +98,8 @@ class FsdpEngine:
         self._group, self._spec = group, spec
         self._autocast = autocast(spec.precision, self.device.type)
         self._metric_names = MetricNames()
+        self._round: _Round | None = None
+        self._now: _Running | None = None
         self._whole: Any = _Whole(source)
         self._state = list(source.tensors)
         entry_of = {id(tensor): index for index, tensor in enumerate(self._state)}
@@ -127,8 +129,6 @@ class FsdpEngine:
         self._known: dict[bool, list[_Step]] = {}  # what a microbatch exchanges, by whether it is its leaf's last
         self._log: list[_Step] = []
         self._lost: BaseException | None = None  # what an exchange raised: not the job's doing
-        self._round: _Round | None = None
-        self._now: _Running | None = None
         # Units but for the root, as ``fully_shard`` has them: groups of parameters.
         self._came: dict[Any, int] = {}  # when forward came to each last, counted from 1
         self._num_came = 0
@@ -239,7 +239,6 @@ class FsdpEngine:
 
     def _microbatch(self, piece: Any, weight: float, *, last: bool, current: _Round) -> tuple[Tensor, Any]:
         self._whole.set_requires_gradient_sync(last)
-        self._log = []
         self._came.clear()
         self._again.clear()
         self._in_backward.clear()
@@ -249,7 +248,7 @@ class FsdpEngine:
         loss = scalar_loss(loss)
         self._is_backward = True
         torch.autograd.backward(loss, torch.tensor(weight, dtype=torch.float32, device=self.device))
-        self._known[last] = self._log
+        self._known[last], self._log = self._log, []
         current.done += 1
         return loss.detach(), metrics
 
@@ -330,12 +329,15 @@ class FsdpEngine:
                 raise LoneLeafError(leaf, error) from error
             left = 0
         current.failed = True
-        log = self._log
-        for number in range(left):
-            last = number == left - 1
-            for step in self._known[last][len(log) if not number else 0 :]:
-                step.follow(self)
         self._whole.reset_iter_state()
+        begun, self._log = len(self._log), []
+        try:
+            for number in range(left):
+                for step in self._known[number == left - 1][0 if number else begun :]:
+                    step.follow(self)
+        except _PartedError:  # the step computes something else from this round on
+            raise LoneLeafError(leaf, error) from error
+        self._log = []
         self._drop_gradients()
         return failure
 
@@ -343,7 +345,7 @@ class FsdpEngine:
         """Tell the others, in the place of what would have been exchanged next, that a leaf has failed here. Whether
         each has said the same."""
         try:
-            rows = self._group.numbers([_FAILED, *(0 for _ in range(self._widest))], _PATIENCE_S)
+            rows = self._group.numbers([_FAILED, 1, *(0 for _ in range(self._widest - 1))], _PATIENCE_S)
         except TimeoutError:  # one computes for long, or is gone
             return False
         return all(row[0] == _FAILED for row in rows)
@@ -358,7 +360,7 @@ class FsdpEngine:
 
     def gather(self, unit: _Unit, output: Tensor, mine: Tensor) -> None:
         """All ranks' shards of a unit's parameters."""
-        self._log.append(_Gather(unit, mine.numel(), mine.dtype))
+        self._log.append(_Gather(unit, mine.dtype))
         self._meet(2 * unit.number, ())
         with self._exchanging():
             self._group.all_gather(output, mine)
@@ -375,9 +377,7 @@ class FsdpEngine:
         assert now is not None
         if given.numel() != unit.row * size or given.dtype != unit.dtype:
             raise W5xdeError(f"{unit.name!r} exchanges {given.numel()} elements of {given.dtype}: another torch?")
-        bits = self._meet(
-            2 * unit.number + 1, (int(current.failed), *(int(part.entry in self._present) for part in unit.parts))
-        )
+        bits = self._meet(2 * unit.number + 1, [int(part.entry in self._present) for part in unit.parts])
         with self._exchanging():
             received = self._received[: given.nbytes].view(unit.dtype)
             self._group.all_to_all(received, given, [unit.row] * size, [unit.row] * size)
@@ -396,16 +396,18 @@ class FsdpEngine:
         now.add(unit, leaves, current)
 
     def _meet(self, exchange: int, said: Sequence[int]) -> list[list[int]]:
-        """What each rank says before an exchange, which must be the same one. Raises UsageError.
+        """What each rank says before an exchange, which must be the same one; first whether its leaf has failed.
+        Raises UsageError.
 
         Else those that skip a unit would take another's parameters for the next.
         """
-        padding = [0] * (self._widest - len(said))
+        failed = int(self._round is not None and self._round.failed)
+        padding = [0] * (self._widest - 1 - len(said))
         with self._exchanging():
-            rows = self._group.numbers([exchange, *said, *padding])
+            rows = self._group.numbers([exchange, failed, *said, *padding])
         others = {row[0] for row in rows} - {exchange}
-        if _FAILED in others:
-            self._lost = RuntimeError("a leaf failed on another rank, before the ranks knew what they exchange")
+        if others and any(row[1] for row in rows):
+            self._lost = _PartedError("a leaf failed on another rank, before the ranks knew what they exchange")
             raise self._lost
         if others:
             names = sorted({self._units[number // 2].name for number in (exchange, *others)})
@@ -413,7 +415,7 @@ class FsdpEngine:
                 f"ranks compute different parts of the model for different data ({', '.join(map(repr, names))}); in "
                 "fsdp islands all of them run the same units in the same order: use dp"
             )
-        return [row[1 : 1 + len(said)] for row in rows]
+        return [row[1 : 2 + len(said)] for row in rows]
 
     def output_for(self, unit: _Unit) -> Tensor:
         """Memory that looks like a unit's sharded gradients."""
@@ -743,6 +745,14 @@ class _Unit:
         if not held.passing:
             self._spare.append(held.values)
 
+    def shard(self) -> Tensor:
+        """This rank's part of its parameters, as it is exchanged: bytes. They are not whole now."""
+        held: Any = cast(Any, self.module)._get_fsdp_state()._fsdp_param_group
+        with torch.no_grad():
+            return torch.cat(
+                [one.view(torch.uint8) for parameter in held.fsdp_params for one in parameter.all_gather_inputs]
+            )
+
     def drop_gradients(self) -> None:
         for parameter in (*self._free, *self._sharded):
             parameter.grad = None
@@ -787,17 +797,20 @@ class _Shard(DTensor):
         )
 
 
+class _PartedError(RuntimeError):
+    """A rank whose leaf has failed follows what the others do no more."""
+
+
 class _Gather(NamedTuple):
     """An exchange that all ranks make at the same place of a microbatch: of parameters."""
 
     unit: _Unit
-    numel: int
     dtype: torch.dtype
 
     def follow(self, engine: FsdpEngine) -> None:
-        """The others need this rank's shard to be there, whatever is in it."""
-        mine = torch.zeros(self.numel, dtype=self.dtype, device=engine.device)
-        engine.gather(self.unit, mine.new_empty(self.numel * engine._group.size), mine)
+        """The others need this rank's shard: with anything else in its place their leaves would fail, too."""
+        mine = self.unit.shard().view(self.dtype)
+        engine.gather(self.unit, mine.new_empty(mine.numel() * engine._group.size), mine)
 
 
 class _Reduce(NamedTuple):
