@@ -20,6 +20,7 @@ from tests.support.chaos import show
 from tests.support.cluster import settings, train
 from tests.support.processes import ROOT, Program, programs
 from tests.support.programs import TRACEABLE
+from tests.unit import test_parallel_unusual_steps as unusual
 
 from w5xde_async.cluster.worker_processes import LocalWorkers
 from w5xde_async.coordinator.service import Coordinator
@@ -124,6 +125,15 @@ def test_an_island_has_the_digest_of_a_single_worker(start: Any, tmp_path: Path,
     program, address = coordinator(start, tmp_path)
     island = worker(start, address, "--island", *shape.split())
     assert digest(program) == expected
+    assert island.finish() == 0, "".join(island.text)
+
+
+def test_a_step_that_does_what_few_do_has_the_digest_of_a_single_worker(start: Any, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    job = f"{ROOT / 'tests/unit/test_parallel_unusual_steps.py'}:all_at_once"
+    program, address = coordinator(start, tmp_path, job=job)
+    island = worker(start, address, "--island", "fsdp=2", job=job)
+    assert digest(program) == asyncio.run(train(unusual.all_at_once)).digest
     assert island.finish() == 0, "".join(island.text)
 
 

@@ -576,6 +576,44 @@ class Handing(Attending):
         return x[:, :3]
 
 
+class Boxing(nn.Module):
+    """Its blocks return a parameter in an object."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(x), Result(self.table.t())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(type(self).Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, told = block(x)
+            x = torch.tanh(x @ (told if isinstance(told, Tensor) else told.h))
+        return x[:, :3]
+
+
+class Lending(Boxing):
+    """Itself, without."""
+
+    class Block(Boxing.Block):
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(x), self.table
+
+
+class Twofold(Again):
+    """A pass whose gradients nobody asks for, with them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [self.blocks[1](torch.tanh(self.blocks[0](x * scale))) for scale in (0.5, 1.0)]
+        return (outputs[1] + outputs[0].detach())[:, :3]
+
+
 class Bypassing(nn.Module):
     """Calls its blocks' layers, and not the blocks."""
 
@@ -651,6 +689,15 @@ def _refuses(group: Group) -> None:
     ):  # fmt: skip
         with pytest.raises(UsageError, match=words):
             _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
+    for job, words in (
+        (_of(Boxing), r"'blocks\.0' returns its parameter 'blocks\.0\.table', .*in an object \(Result\).*clone"),
+        (replace(_of(Lending), precision="bf16"), r"'blocks\.0' returns its parameter 'blocks\.0\.table', .*cast"),
+        (replace(_of(Twofold), precision="bf16"), r"gradient of 'blocks\.1\.weight' came after .*'blocks\.1'.*no_grad"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
+    _alike(_of(Twofold), group, (4, 4, 3))
+    _alike(_of(Lending), group, (4, 4, 3))
     job = _of(Between)
     with pytest.raises(UsageError, match=r"'blocks\.0' runs more than once"):
         _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))

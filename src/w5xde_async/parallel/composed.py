@@ -55,6 +55,7 @@ from w5xde_async.parallel.replica import Replica, made_dense
 from w5xde_async.parallel.report import Report, exchange, only, outcome_of, raise_failure
 from w5xde_async.parallel.resharding import Resharding
 from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool, add
+from w5xde_async.parallel.unit_forward import keep_apart, late_gradient
 from w5xde_async.params.boxes import Box, extents, numel, whole
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
 from w5xde_async.plan import tree
@@ -256,10 +257,19 @@ class ComposedEngine:
         with nullcontext() if self._autocast is None else self._autocast():
             with _FirstDerivatives(self._gathered.values()):
                 loss, metrics = self._step(self._model, piece)
+        for entry, parameter in self._gathered.items():
+            # The root stays whole from its forward on: a step that had frozen it before has melted that copy alone.
+            sharded, frozen = self._parameters[entry], not parameter.requires_grad
+            if sharded.requires_grad == frozen and _local(parameter).untyped_storage().size():
+                sharded.requires_grad_(not frozen)
         if isinstance(loss, DTensor):
             loss = loss.full_tensor()
         loss = scalar_loss(loss)
         torch.autograd.backward(loss, torch.tensor(weight, dtype=torch.float32, device=self.device))
+        if last:
+            for entry, parameter in self._gathered.items():
+                if parameter.grad is not None:
+                    raise UsageError(late_gradient(self.layout.entries[entry].name, self._unit_of[entry]))
         return loss.detach(), metrics
 
     @torch.no_grad()
@@ -475,6 +485,7 @@ class ComposedEngine:
                     raise UsageError(f"parameters {entry.name!r} and {other!r} are tied, and are divided in two ways")
                 at._parameters[leaf] = own
         self._gathered: dict[int, nn.Parameter] = {}  # as they are while ``fully_shard`` has them whole
+        self._unit_of: dict[int, str] = {}
         entry_of = {id(made[entry.name]): number for number, entry in enumerate(self.layout.entries)
                     if entry.name in made}  # fmt: skip
         for number, unit in enumerate(self._units):
@@ -512,14 +523,17 @@ class ComposedEngine:
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_reduce_scatter_unused_params(True)
         sharded = {name: entry_of.get(id(parameter)) for name, parameter in unit.named_parameters()}
+        told, whole = self._unit_names[number] or "the root", dict[str, Tensor]()
         unit.unshard()
         for name, parameter in unit.named_parameters():
             entry = sharded[name]
             if id(parameter) not in entry_of and entry is not None:
-                self._gathered[entry] = parameter
+                self._gathered[entry], self._unit_of[entry] = parameter, told
+                whole[self.layout.entries[entry].name] = parameter
                 if parameter.requires_grad:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._landed, entry)))
         unit.reshard()
+        keep_apart(unit, told, whole)
 
     def _landed(self, entry: int, parameter: Tensor) -> None:
         made_dense(parameter)

@@ -49,6 +49,7 @@ from w5xde_async.parallel.recomputing import checkpointed
 from w5xde_async.parallel.replica import Replica, coalesced, made_dense
 from w5xde_async.parallel.report import Report, exchange, only, outcome_of, raise_failure
 from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool
+from w5xde_async.parallel.unit_forward import keep_apart, late_gradient
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
 from w5xde_async.params.shard import Shard
 from w5xde_async.plan import tree
@@ -248,6 +249,9 @@ class FsdpEngine:
         loss = scalar_loss(loss)
         self._is_backward = True
         torch.autograd.backward(loss, torch.tensor(weight, dtype=torch.float32, device=self.device))
+        if last:
+            for unit in self._units:
+                unit.require_exchanged()
         self._known[last], self._log = self._log, []
         current.done += 1
         return loss.detach(), metrics
@@ -468,6 +472,7 @@ class FsdpEngine:
             if held is not None:
                 root = unit.module is self._whole  # which is over when all is
                 held._register_post_backward_hook = _as_they_are if root else partial(self._forward, held)
+                held.post_backward = partial(unit.end_backward, held.post_backward)
                 if not root:
                     modules = set(unit.module.modules())
                     self._inside[held] = {other for other, top in tops.items() if top in modules}
@@ -643,6 +648,8 @@ class _Running:
                 engine.write(self.memory, index, total.entry(index))
         for index in self.extra_entries:
             self._done(index)
+        if self._open or any(self._missing.values()):
+            raise W5xdeError("a block has ended before all of its gradients were exchanged: another torch?")
         if self._late:
             torch.cuda.synchronize(engine.device)
             for bucket in self._late:
@@ -679,6 +686,7 @@ class _Unit:
         self.gather, self.reduce = _GatherComm(engine, self), _ReduceComm(engine, self)
         self._entries: list[int] = []
         self._free: list[Any] = []  # the parameters as they are while they are whole
+        self._trained: list[Any] = []  # of these
         self._sharded: list[Any] = []
         self._hooks: list[Any] = []
         self._spare: list[Tensor] = []  # for sums: fresh memory costs page faults
@@ -715,6 +723,10 @@ class _Unit:
         module: FSDPModule = cast(Any, self.module)
         module.unshard()
         self._free = list(_managed(self.module, self._engine.small_ids))
+        self._trained = [parameter for parameter in self._free if parameter.requires_grad]
+        names = [self._engine.layout.entries[entry].name for entry in self._entries]
+        whole = dict(zip(names, self._free, strict=True))
+        keep_apart(self.module, self.name, whole, is_step=self.module is self._engine._whole)
         for entry, parameter in zip(self._entries, self._free, strict=True):
             if parameter.requires_grad:
                 self._hooks.append(
@@ -753,6 +765,20 @@ class _Unit:
                 [one.view(torch.uint8) for parameter in held.fsdp_params for one in parameter.all_gather_inputs]
             )
 
+    def end_backward(self, post_backward: Callable[..., None], *unused: Any) -> None:
+        """Have its gradients exchanged, also where the step has frozen parameters for its time: each round has a leaf
+        of each rank for every unit, which may hold nothing."""
+        for parameter in self._trained:
+            if not parameter.requires_grad:
+                parameter.requires_grad_(True)
+        post_backward(*unused)
+
+    def require_exchanged(self) -> None:
+        """Raises UsageError for a gradient that has come after the exchange, and would be lost."""
+        for entry, parameter in zip(self._entries, self._free, strict=True):
+            if parameter.grad is not None:
+                raise UsageError(late_gradient(self._engine.layout.entries[entry].name, self.name))
+
     def drop_gradients(self) -> None:
         for parameter in (*self._free, *self._sharded):
             parameter.grad = None
@@ -761,6 +787,7 @@ class _Unit:
         for hook in self._hooks:
             hook.remove()
         self._free.clear()
+        self._trained.clear()
         self._sharded.clear()
 
     def _landed(self, entry: int, parameter: Tensor) -> None:

@@ -1,0 +1,118 @@
+"""The forward pass of a unit of ``fully_shard``, which has its parameters whole only while it runs.
+
+What it returns may not lie in their memory, which is given up after it. And a pass without gradients leaves no weights
+in autocast's cache: a later pass that has gradients would use them, and backward bring its gradients to where the first
+pass was, after it has left the unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial, update_wrapper
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from w5xde_async.errors import UsageError
+
+
+def keep_apart(unit: nn.Module, name: str, whole: Mapping[str, Tensor], *, is_step: bool = False) -> None:
+    """Have a unit return nothing that lies in the memory of its parameters, ``whole`` by their names, and leave no
+    casts of a pass without gradients. ``is_step``: it is all of the step, and nothing is computed from what it returns.
+
+    Raises UsageError, when it is called, for what cannot be copied so that gradients keep their bits.
+    """
+    places = {_place(parameter): (told, None if is_step else parameter) for told, parameter in whole.items()}
+    unit.forward = update_wrapper(partial(_computed, unit.forward, name, places), unit.forward)
+
+
+def late_gradient(name: str, unit: str) -> str:
+    """What to say of a gradient that came after its unit's were exchanged."""
+    return (
+        f"the gradient of {name!r} came after backward had left {unit!r}, and would be lost: {unit!r} runs more than "
+        "once in a forward pass; put what needs no gradients under torch.no_grad(), or use dp"
+    )
+
+
+_Places = Mapping[int, tuple[str, Tensor | None]]
+
+
+def _computed(forward: Callable[..., Any], unit: str, places: _Places, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    caches = torch.is_autocast_cache_enabled() and not torch.is_grad_enabled()
+    if caches:
+        torch.set_autocast_cache_enabled(False)
+    try:
+        result = forward(*args, **kwargs)
+    finally:
+        if caches:
+            torch.set_autocast_cache_enabled(True)
+    found = False
+    for one in tree_leaves(result):
+        if isinstance(one, Tensor):
+            found = found or _place(one) in places
+        elif hasattr(one, "__dict__") and not isinstance(one, nn.Module | type):
+            for held in tree_leaves(vars(one)):
+                if isinstance(held, Tensor) and (place := _place(held)) in places:
+                    raise UsageError(_IN_AN_OBJECT.format(name=places[place][0], unit=unit, kind=type(one).__name__))
+    return tree_map(partial(_copied, unit, places, {}), result) if found else result
+
+
+_IN_AN_OBJECT = (
+    "{unit!r} returns its parameter {name!r}, or a view of it, in an object ({kind}), and a rank of an fsdp island has "
+    "it only while that module is called: return a copy (.clone()), or tensors, tuples and dicts; or use dp"
+)
+_CAST_ONCE = (
+    "{unit!r} returns its parameter {name!r}, which one process would cast to half precision once for all that use it; "
+    "an fsdp island cannot: return a copy (.clone()), or use fp32 or dp"
+)
+
+
+def _copied(unit: str, places: _Places, copies: dict[int, Any], one: Any) -> Any:
+    """In other memory, where it lies in a parameter's."""
+    if not isinstance(one, Tensor) or (place := _place(one)) not in places:
+        return one
+    name, parameter = places[place]
+    if one is parameter and one.requires_grad and torch.is_autocast_enabled(one.device.type):
+        raise UsageError(_CAST_ONCE.format(unit=unit, name=name))
+    if type(one) not in (Tensor, nn.Parameter) or one.is_conj() or one.is_neg() or _is_wrapped(one):
+        return one.clone()
+    if place not in copies:
+        copies[place] = cast(Any, one.untyped_storage()).clone()
+    return cast(Any, _Copied).apply(one, copies[place])
+
+
+class _Copied(torch.autograd.Function):
+    """A tensor with the same values in a copy of its memory. Its strides are the same, by which kernels go, and its
+    gradient."""
+
+    @staticmethod
+    def forward(_: Any, tensor: Tensor, memory: torch.UntypedStorage) -> Tensor:
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def _place(tensor: Tensor) -> int:
+    """What of two tensors is equal where they lie in the same memory; 0 where there is none to lie in."""
+    while _is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return 0
