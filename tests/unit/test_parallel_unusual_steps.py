@@ -115,6 +115,15 @@ class Prompted(nn.Module):
         return out
 
 
+class Compiled(Prompted):
+    """Each part of it by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in self.parts:
+            part.compile(backend="eager")
+
+
 class Handing(nn.Module):
     """Blocks that return their tables: a row, the whole, and without a gradient."""
 
@@ -197,12 +206,16 @@ JOBS = {
     "alternates": _job(Plain, _alternates, accumulate_grad_batches=2),
     "returns parameters": _job(Prompted),
     "and so in bf16": _job(Prompted, precision="bf16"),
+    "and compiled": _job(Compiled, _taught, precision="bf16"),
     "returns views": _job(Handing, accumulate_grad_batches=2),
     "and views in bf16": _job(Handing, precision="bf16"),
     "returns parameters themselves": _job(Given),
     "measures a parameter": _job(Scaled, _measured, accumulate_grad_batches=2),
     "measures one in bf16": _job(Scaled, _measured, precision="bf16"),
 }
+
+#: Computed once more in backward, they find nothing frozen; and torch compiles no checkpoints of a kind.
+ONCE = {"freezes blocks", "freezes the last", "freezes a layer", "alternates", "all at once", "and compiled"}
 
 
 def _divided(model: nn.Module, mesh: Any) -> None:
@@ -237,10 +250,7 @@ for _name, _given in JOBS.items():
         f"{_name}, dp": _case(_given, "dp", exact=True),
         f"{_name}, fsdp": _case(_given, "fsdp", exact=True),
     }
-    if "freezes" not in _name and _name not in (
-        "alternates",
-        "all at once",
-    ):  # what is computed once more finds nothing frozen
+    if _name not in ONCE:
         CASES[f"{_name}, fsdp and checkpoints"] = _case(_given, "fsdp", exact=True, checkpoint_activations=True)
     if _given.step is not _measured:  # which uses parameters outside of the model
         CASES[f"{_name}, fsdp of the job"] = _case(replace(_given, parallelize=_divided), "fsdp", exact=False)

@@ -7,8 +7,8 @@ pass was, after it has left the unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial, update_wrapper
+from collections.abc import Mapping
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
@@ -26,7 +26,23 @@ def keep_apart(unit: nn.Module, name: str, whole: Mapping[str, Tensor], *, is_st
     Raises UsageError, when it is called, for what cannot be copied so that gradients keep their bits.
     """
     places = {_place(parameter): (told, None if is_step else parameter) for told, parameter in whole.items()}
-    unit.forward = update_wrapper(partial(_computed, unit.forward, name, places), unit.forward)
+    forward, compiler = unit.forward, cast(Any, torch.compiler)
+    # A compiled unit compiles what it computes, but nothing of this, as with the hooks of ``fully_shard``.
+    leave = compiler.disable(_leave)
+
+    @wraps(forward)
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        caches = torch.is_autocast_cache_enabled() and not torch.is_grad_enabled()
+        if caches:
+            torch.set_autocast_cache_enabled(False)
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            if caches:
+                torch.set_autocast_cache_enabled(True)
+        return leave(name, places, result)
+
+    unit.forward = compiler.disable(computed, recursive=False)
 
 
 def late_gradient(name: str, unit: str) -> str:
@@ -40,17 +56,8 @@ def late_gradient(name: str, unit: str) -> str:
 _Places = Mapping[int, tuple[str, Tensor | None]]
 
 
-def _computed(forward: Callable[..., Any], unit: str, places: _Places, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return forward(*args, **kwargs)
-    caches = torch.is_autocast_cache_enabled() and not torch.is_grad_enabled()
-    if caches:
-        torch.set_autocast_cache_enabled(False)
-    try:
-        result = forward(*args, **kwargs)
-    finally:
-        if caches:
-            torch.set_autocast_cache_enabled(True)
+def _leave(unit: str, places: _Places, result: Any) -> Any:
+    """What a unit returns, as it may."""
     found = False
     for one in tree_leaves(result):
         if isinstance(one, Tensor):
