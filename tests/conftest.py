@@ -60,7 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "processes: starts programs, by fork from one that has imported everything")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: programs here would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    hypothesis.settings.register_profile("suite", deadline=None)  # how long an example takes says what else runs here
+    # How long an example takes says what else runs here; and what is drawn is the same in every run.
+    hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("suite")
     if sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2):
         ast.parse = _parsed_alone

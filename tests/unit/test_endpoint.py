@@ -45,6 +45,7 @@ from w5xde_async.wire.messages import Heartbeat
         ("[::1]", ("::1", DEFAULT_PORT)),
         ("[::1]:5556", ("::1", 5556)),
         ("[fe80::1%eth0]:65535", ("fe80::1%eth0", 65535)),
+        ("[fe80::1%eth0.100]:1", ("fe80::1%eth0.100", 1)),
         ("my_service.lan.:80", ("my_service.lan.", 80)),
         (f"{'a' * 63}.org:80", (f"{'a' * 63}.org", 80)),
         ("xn--4ca.org:80", ("xn--4ca.org", 80)),
@@ -80,7 +81,9 @@ def test_what_no_resolver_can_be_asked_for_is_refused_where_it_is_read(read: Any
         read(host)
 
 
-@pytest.mark.parametrize("host", ["a:b:c", "fe80::1%", "fe80::1%a b", "::1%eth0/64", "1::2::3", "fe80::1%" + "e" * 16])
+@pytest.mark.parametrize("host", [
+    "a:b:c", "fe80::1%", "fe80::1%a b", "::1%eth0/64", "1::2::3", "fe80::1%" + "e" * 16,
+    "fe80::1%..", "fe80::1%a..b", "fe80::1%.a", "fe80::1%a."])  # fmt: skip
 def test_what_is_no_ipv6_address_is_refused(host: str):
     for read in (lambda: parse_address(f"[{host}]:80"), lambda: bare_host(host)):
         with pytest.raises(UsageError):

@@ -127,7 +127,7 @@ def _batches(job: Job, count: int) -> Callable[[int, int], Any] | None:
     if (time.monotonic() - began) * count > _MOST_READING_S:
         return None
     samples = first_samples(job, count)
-    return lambda begin, end: collated(job.collate, samples[begin:end])
+    return lambda begin, end: collated(job.collate, samples, range(begin, end))
 
 
 def _losses(

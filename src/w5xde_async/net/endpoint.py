@@ -60,7 +60,8 @@ _DATES = (9, 10)  # of OpenSSL: not yet valid, expired
 
 _LONGEST_NAME, _LONGEST_LABEL = 253, 63  # RFC 1035
 _LETTER = re.compile(r"[A-Za-z0-9._-]")
-_SCOPE = re.compile(r"[A-Za-z0-9._-]{1,15}")  # an interface, or its number
+# An interface (eth0.100 too), or its number. What looks addresses up takes nothing that is empty between dots.
+_SCOPE = re.compile(r"(?!\.|.*\.\.)[A-Za-z0-9._-]{1,15}(?<!\.)")
 _SHOWN = 80  # characters of a host that is no good
 
 _log = logging.getLogger(__name__)
