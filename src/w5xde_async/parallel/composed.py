@@ -44,14 +44,23 @@ from torch.distributed.tensor import DTensor
 
 from w5xde_async.compute.batch import copied, map_tensors, microbatches
 from w5xde_async.compute.batch import leaves_of as batches_of
-from w5xde_async.compute.block import Block, ComputedBlock, LeafSpec, MetricNames, Task, autocast, scalar_loss
+from w5xde_async.compute.block import (
+    GRADIENTS_CHANGED,
+    Block,
+    ComputedBlock,
+    LeafSpec,
+    MetricNames,
+    Task,
+    autocast,
+    scalar_loss,
+)
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import UsageError
 from w5xde_async.parallel.data_parallel import shard_of
 from w5xde_async.parallel.engine import EmitPieces, LoneLeafError
 from w5xde_async.parallel.group import Group, all_gather, is_rank_gone
-from w5xde_async.parallel.replica import Replica, made_dense
+from w5xde_async.parallel.replica import Replica, carry_hooks, is_hooked, made_dense
 from w5xde_async.parallel.report import Report, exchange, only, outcome_of, raise_failure
 from w5xde_async.parallel.resharding import Resharding
 from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool, add
@@ -447,11 +456,12 @@ class ComposedEngine:
         """Every parameter after it was divided, with memory, by entry. Raises UsageError for one that is none."""
         made: dict[str, nn.Parameter] = {}
         slots: dict[str, tuple[nn.Module, str]] = {}
+        hooked: dict[int, Tensor] = {}  # by entry, what has hooks that are to be carried over
         for path, module in self._model.named_modules(remove_duplicate=False):
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     slots[_plain(f"{path}.{name}" if path else name)] = (module, name)
-        for entry in self.layout.entries:
+        for number, entry in enumerate(self.layout.entries):
             if entry.role not in ("grad", "frozen"):
                 continue
             missing = [name for name in entry.names if name not in slots]
@@ -465,9 +475,12 @@ class ComposedEngine:
                     f"parameter {entry.name!r} has the shape {list(parameter.shape)} after Job.parallelize, and "
                     f"{list(entry.shape)} before; only DTensors divide a parameter so that its pieces can be found"
                 )
-            made[entry.name] = own = nn.Parameter(
-                torch.empty_like(parameter, device=self.device), requires_grad=parameter.requires_grad
-            )
+            own = nn.Parameter(torch.empty_like(parameter, device=self.device), requires_grad=parameter.requires_grad)
+            made[entry.name] = own
+            if is_hooked(built := source.tensors[number]) or is_hooked(built := parameter):
+                hooked[number] = built
+                if not isinstance(own, DTensor):
+                    self._carry_hooks(number, hooked, own)
             for other in entry.names:
                 at, leaf = slots[other]
                 before = cast(Any, at._parameters[leaf])
@@ -478,7 +491,12 @@ class ComposedEngine:
         entry_of = {id(made[entry.name]): number for number, entry in enumerate(self.layout.entries)
                     if entry.name in made}  # fmt: skip
         for number, unit in enumerate(self._units):
-            self._watch(number, unit, entry_of)
+            self._watch(number, unit, entry_of, hooked)
+        for number in hooked:
+            raise UsageError(
+                f"parameter {self.layout.entries[number].name!r} has a hook on its gradient, and is divided: no rank "
+                "has the whole gradient that the hook is made for. Leave it whole (Job.parallelize), or use dp or fsdp"
+            )
         found = {}
         for path, module in self._model.named_modules(remove_duplicate=False):
             for name, parameter in module._parameters.items():
@@ -504,7 +522,7 @@ class ComposedEngine:
                     f"--island {_DATA}=N,tp=M, or of tp=M"
                 )
 
-    def _watch(self, number: int, unit: Any, entry_of: Mapping[int, int]) -> None:
+    def _watch(self, number: int, unit: Any, entry_of: Mapping[int, int], hooked: dict[int, Tensor]) -> None:
         """Have a unit of ``fully_shard`` say what it exchanges, and sum by the tree."""
         unit.set_custom_all_gather(_AllGather(self, 2 * number))
         unit.set_custom_reduce_scatter(_TreeReduce(self, 2 * number + 1))
@@ -517,11 +535,21 @@ class ComposedEngine:
             entry = sharded[name]
             if id(parameter) not in entry_of and entry is not None:
                 self._gathered[entry] = parameter
-                if parameter.requires_grad:
+                if entry in hooked and not isinstance(parameter, DTensor):
+                    self._carry_hooks(entry, hooked, parameter)
+                elif parameter.requires_grad:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._landed, entry)))
         unit.reshard()
 
+    def _carry_hooks(self, entry: int, hooked: dict[int, Tensor], taker: Any) -> None:
+        """What is whole on this rank while it is computed with has the job's hooks on its gradient."""
+        carry_hooks(hooked.pop(entry), taker)
+        if taker.requires_grad:
+            self._hooks.append(taker.register_post_accumulate_grad_hook(partial(self._landed, entry)))
+
     def _landed(self, entry: int, parameter: Tensor) -> None:
+        if parameter.grad is None:  # as a hook leaves it that has an optimizer step
+            raise TypeError(GRADIENTS_CHANGED)
         made_dense(parameter)
         self._touched.add(entry)
 

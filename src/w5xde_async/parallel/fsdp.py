@@ -39,14 +39,23 @@ from torch.utils._pytree import tree_leaves
 
 from w5xde_async.compute.batch import copied, map_tensors, microbatches
 from w5xde_async.compute.batch import leaves_of as batches_of
-from w5xde_async.compute.block import Block, ComputedBlock, LeafSpec, MetricNames, Task, autocast, scalar_loss
+from w5xde_async.compute.block import (
+    GRADIENTS_CHANGED,
+    Block,
+    ComputedBlock,
+    LeafSpec,
+    MetricNames,
+    Task,
+    autocast,
+    scalar_loss,
+)
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import UsageError, W5xdeError
 from w5xde_async.parallel.engine import EmitPieces, LoneLeafError
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.recomputing import checkpointed
-from w5xde_async.parallel.replica import Replica, coalesced, made_dense
+from w5xde_async.parallel.replica import Replica, carry_hooks, coalesced, made_dense
 from w5xde_async.parallel.report import Report, exchange, only, outcome_of, raise_failure
 from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
@@ -415,6 +424,10 @@ class FsdpEngine:
             )
         return [row[1 : 1 + len(said)] for row in rows]
 
+    def given(self, entry: int) -> Tensor:
+        """A parameter as the model was built with it, while this engine is."""
+        return self._state[entry]
+
     def output_for(self, unit: _Unit) -> Tensor:
         """Memory that looks like a unit's sharded gradients."""
         return self._received[: unit.row * unit.dtype.itemsize].view(unit.dtype)
@@ -435,9 +448,8 @@ class FsdpEngine:
         made: dict[int, nn.Parameter] = {}
         for index in self._small:
             parameter = self._state[index]
-            made[id(parameter)] = self._state[index] = nn.Parameter(
-                torch.zeros_like(parameter, device=self.device), requires_grad=parameter.requires_grad
-            )
+            small = nn.Parameter(torch.zeros_like(parameter, device=self.device), requires_grad=parameter.requires_grad)
+            made[id(parameter)] = self._state[index] = carry_hooks(parameter, small)
         _put(source.model, made)
         ignored = {cast(nn.Parameter, self._state[index]) for index in self._small}
         self.small_ids = set(map(id, ignored))
@@ -715,6 +727,7 @@ class _Unit:
         self._free = list(_managed(self.module, self._engine.small_ids))
         for entry, parameter in zip(self._entries, self._free, strict=True):
             if parameter.requires_grad:
+                carry_hooks(self._engine.given(entry), cast(nn.Parameter, parameter))
                 self._hooks.append(
                     parameter.register_post_accumulate_grad_hook(partial(self._landed, entry))
                 )  # fmt: skip
@@ -754,6 +767,8 @@ class _Unit:
         self._sharded.clear()
 
     def _landed(self, entry: int, parameter: Tensor) -> None:
+        if parameter.grad is None:  # as a hook leaves it that has an optimizer step
+            raise TypeError(GRADIENTS_CHANGED)
         made_dense(parameter)
         self._engine._present.add(entry)
 
