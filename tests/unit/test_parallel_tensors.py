@@ -540,6 +540,36 @@ def _declared(group: Group) -> None:
         _built("tp", job(model=Unknown), group)
 
 
+class HeadAlone(Model):
+    """Its plan names one of two layers that share a weight."""
+
+    _tp_plan: ClassVar = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise_rep"}
+
+
+class HeadOtherwise(HeadAlone):
+    """And here the other one cannot be split so."""
+
+    _tp_plan: ClassVar = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "embed": "colwise_rep"}
+
+
+def _declared_of_two(group: Group) -> None:
+    for model in (HeadAlone, HeadOtherwise):
+        given = job(model=model)
+        _near(given, _built("tp", given, group), (4, 4))
+
+
+def test_a_declared_layer_is_split_with_what_shares_its_weight_or_not_at_all(caplog: pytest.LogCaptureFixture) -> None:
+    def never(model: nn.Module) -> None:
+        raise AssertionError
+
+    assert {"head", "embed"} <= plan_of(replica_of(job(model=HeadAlone), BUCKET).model, 2, never).keys()
+    assert not caplog.records
+    plan = plan_of(replica_of(job(model=HeadOtherwise), BUCKET).model, 2, never)
+    assert {"layers.0.up", "layers.1.down"} <= plan.keys()
+    assert {"head", "embed"}.isdisjoint(plan)
+    assert "'embed' and 'head' share a weight and cannot be split alike" in caplog.text
+
+
 def _programs(group: Group) -> None:
     """Without the job's code: every layer is split by itself."""
 
@@ -832,7 +862,7 @@ CASES: dict[str, islands.Case] = {
     "of the job": _of_the_job, "fully sharded by the job": _of_the_job_fully_sharded,
     "forgets": _forgets, "skips": _skips, "fails apart": _fails_apart, "second derivatives": _second_derivatives,
     "what a job may not do": _what_the_job_may_not_do, "checkpoints": _checkpoints, "half precision": _half,
-    "declared": _declared, "hooks": _hooked, "programs": _programs,
+    "declared": _declared, "declared of two": _declared_of_two, "hooks": _hooked, "programs": _programs,
     "heads of a constant": _heads_of_a_constant, "odd pairs": _odd_pairs,
 }  # fmt: skip
 
