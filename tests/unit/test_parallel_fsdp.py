@@ -620,6 +620,16 @@ def _normalized() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 3))
 
 
+def _trespasses(group: Group) -> None:
+    """Whatever else a process refuses that computes alone; from then on in every block."""
+    for job, words in island_jobs.trespassing():
+        together = _island(job, group)
+        together.load(islands.changed_state(job))
+        for _ in range(2):
+            with pytest.raises(LeafError, match=words):
+                together.compute(island_jobs.batches(job, (8, 8)), (8, 8))
+
+
 def _cannot_be_built(group: Group) -> None:
     with pytest.raises(UsageError, match=r"parameter '1\.weight' does not lie in memory .*channels_last.*or use dp"):
         _island(_of(_channels_last), group)
@@ -654,13 +664,14 @@ CASES: dict[str, islands.Case] = {
     "accumulation": _accumulates, "checkpoints": _checkpoints, "metrics": _metrics, "sparse": _sparse, "errors": _fails,
     "shards": _divides, "refusals": _refuses, "skips": _skips, "shares": _shares, "consumes": _consumes,
     "mixes": _mixes, "segments": _segments,
-    "hooks": _hooked, "draws": _drawn, "errors at once": _fails_at_once, "cannot be built": _cannot_be_built,
+    "hooks": _hooked, "trespasses": _trespasses, "draws": _drawn, "errors at once": _fails_at_once,
+    "cannot be built": _cannot_be_built,
 }  # fmt: skip
 
 #: Where it matters how many ranks there are: what is wrong with a job, and its precision, are each rank's own.
 OWN = {
-    "draws", "half precision", "reused in half precision", "sparse", "errors", "errors at once", "refusals",
-    "cannot be built",
+    "draws", "trespasses", "half precision", "reused in half precision", "sparse", "errors", "errors at once",
+    "refusals", "cannot be built",
 }  # fmt: skip
 SUMS = tuple(name for name in CASES if name not in OWN)
 

@@ -540,6 +540,16 @@ def _declared(group: Group) -> None:
         _built("tp", job(model=Unknown), group)
 
 
+def _trespasses(group: Group) -> None:
+    """Whatever else a process refuses that computes alone; from then on in every block."""
+    for given, words in island_jobs.trespassing():
+        together = _built("tp", given, group)
+        together.load(islands.changed_state(given))
+        for _ in range(2):
+            with pytest.raises(LeafError, match=words):
+                together.compute(island_jobs.batches(given, (8, 8)), (8, 8))
+
+
 class HeadAlone(Model):
     """Its plan names one of two layers that share a weight."""
 
@@ -862,8 +872,8 @@ CASES: dict[str, islands.Case] = {
     "of the job": _of_the_job, "fully sharded by the job": _of_the_job_fully_sharded,
     "forgets": _forgets, "skips": _skips, "fails apart": _fails_apart, "second derivatives": _second_derivatives,
     "what a job may not do": _what_the_job_may_not_do, "checkpoints": _checkpoints, "half precision": _half,
-    "declared": _declared, "declared of two": _declared_of_two, "hooks": _hooked, "programs": _programs,
-    "heads of a constant": _heads_of_a_constant, "odd pairs": _odd_pairs,
+    "declared": _declared, "declared of two": _declared_of_two, "hooks": _hooked, "trespasses": _trespasses,
+    "programs": _programs, "heads of a constant": _heads_of_a_constant, "odd pairs": _odd_pairs,
 }  # fmt: skip
 
 

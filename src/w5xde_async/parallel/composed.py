@@ -56,6 +56,7 @@ from w5xde_async.compute.block import (
 )
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.engine import LeafError
+from w5xde_async.compute.fixed import FixedParameters, Held, renormed
 from w5xde_async.errors import UsageError
 from w5xde_async.parallel.data_parallel import shard_of
 from w5xde_async.parallel.engine import EmitPieces, LoneLeafError
@@ -113,6 +114,8 @@ class ComposedEngine:
         self.together = group.size // self._turns
         self.share = Share.TURNS if self._turns > 1 else Share.ALL
         self._data_group: Any = mesh.get_group(_DATA) if self._turns > 1 else None
+        changing = renormed(source.model)
+        kept = {entry for entry, tensor in enumerate(source.tensors) if id(tensor) not in changing}
         self._model = self._divided(source, parallelize, mesh)
         self._touched: set[int] = set()
         self._hooks: list[Any] = []
@@ -126,6 +129,7 @@ class ComposedEngine:
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_hook(partial(self._used_apart, entry)))
         self._data_is_not_split_otherwise(mesh)
+        self._fixed = self._fixed_of(kept)
         box = {e: _box_of(self.layout.entries[e].name, p) for e, p in self._parameters.items()}
         for entry, told in enumerate(self.layout.entries):
             if told.role in ("mean", "max"):
@@ -182,7 +186,7 @@ class ComposedEngine:
         own, now = Block(task, lambda *_: None, self._metric_names), _Running()
         failure: LeafError | None = None
         self._touched.clear()
-        with random_state():
+        with random_state(), self._fixed.block() as check:
             samples = [task.samples[leaf - task.start] for leaf in turns]
             batches = batches_of(task.structure, task.tensors, samples, task.packed)
             for number, (count, batch) in enumerate(batches):
@@ -194,6 +198,11 @@ class ComposedEngine:
                 except BaseException as error:
                     failure = self._failed(error, leaf.number)
                     break
+            else:
+                try:
+                    check()
+                except TypeError as error:
+                    failure = LeafError(turns[-1], error)
         changed = self._told(now, failure)
         report = Report() if failure is None else Report.of_failure(failure)
         if failure is None and changed is not None:
@@ -223,6 +232,7 @@ class ComposedEngine:
         """Let the model go."""
         for hook in self._hooks:
             hook.remove()
+        self._fixed.close()
         self._drop_gradients()
         self._parameters.clear()
         self._local.clear()
@@ -263,12 +273,13 @@ class ComposedEngine:
             for unit in self._units:
                 unit.set_requires_gradient_sync(last, recurse=False)
         with nullcontext() if self._autocast is None else self._autocast():
-            with _FirstDerivatives(self._gathered.values()):
+            with _FirstDerivatives(self._gathered.values()), self._fixed.step():
                 loss, metrics = self._step(self._model, piece)
         if isinstance(loss, DTensor):
             loss = loss.full_tensor()
         loss = scalar_loss(loss)
         torch.autograd.backward(loss, torch.tensor(weight, dtype=torch.float32, device=self.device))
+        self._fixed.refuse_gradients()
         return loss.detach(), metrics
 
     @torch.no_grad()
@@ -487,6 +498,7 @@ class ComposedEngine:
                 if _box_of(other, before) != _box_of(entry.name, parameter):
                     raise UsageError(f"parameters {entry.name!r} and {other!r} are tied, and are divided in two ways")
                 at._parameters[leaf] = own
+        self._entries_of: list[list[int]] = []  # of each unit: what it gathers
         self._gathered: dict[int, nn.Parameter] = {}  # as they are while ``fully_shard`` has them whole
         entry_of = {id(made[entry.name]): number for number, entry in enumerate(self.layout.entries)
                     if entry.name in made}  # fmt: skip
@@ -504,6 +516,20 @@ class ComposedEngine:
                     found[_plain(f"{path}.{name}" if path else name)] = parameter
         return {number: found[entry.name] for number, entry in enumerate(self.layout.entries)
                 if entry.role in ("grad", "frozen")}  # fmt: skip
+
+    def _fixed_of(self, kept: set[int]) -> FixedParameters:
+        """``kept``: entries whose values only an update changes."""
+        told, trained = self.layout.entries, set(self.layout.trainable)
+        held = [Held(one, told[entry].name, entry in trained)
+                for found in (self._parameters, self._gathered) for entry, one in found.items()]  # fmt: skip
+        lasting = [(told[entry].name, _in_memory(one)) for entry, one in self._parameters.items()
+                   if entry in kept and entry not in self._gathered]  # fmt: skip
+        units: list[tuple[nn.Module, list[tuple[str, Tensor]]]] = [
+            (unit, [(told[entry].name, _in_memory(self._gathered[entry])) for entry in entries if entry in kept])
+            for unit, entries in zip(self._units, self._entries_of, strict=True)
+            if unit._compiled_call_impl is None  # other hooks would have it compiled anew
+        ]
+        return FixedParameters(self._model, held, lasting, units, self.device)
 
     def _data_is_not_split_otherwise(self, mesh: DeviceMesh) -> None:
         """Raises UsageError for a parameter that is divided among ranks whose leaves are not the same, but by
@@ -531,9 +557,11 @@ class ComposedEngine:
         unit.set_reduce_scatter_unused_params(True)
         sharded = {name: entry_of.get(id(parameter)) for name, parameter in unit.named_parameters()}
         unit.unshard()
+        self._entries_of.append([])
         for name, parameter in unit.named_parameters():
             entry = sharded[name]
             if id(parameter) not in entry_of and entry is not None:
+                self._entries_of[-1].append(entry)
                 self._gathered[entry] = parameter
                 if entry in hooked and not isinstance(parameter, DTensor):
                     self._carry_hooks(entry, hooked, parameter)
@@ -760,6 +788,11 @@ def _box_of(name: str, parameter: Tensor) -> Box:
     if not chunks:
         return tuple((0, 0) for _ in parameter.shape)
     return tuple((at, at + size) for at, size in zip(chunks[0].offsets, chunks[0].sizes, strict=True))
+
+
+def _in_memory(parameter: Tensor) -> Tensor:
+    """What of it lies on this rank."""
+    return _local(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def _local(parameter: Tensor) -> Tensor:
