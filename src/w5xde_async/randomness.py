@@ -10,7 +10,8 @@ import ctypes
 import random
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
@@ -115,6 +116,27 @@ class random_state:
                 key = np.frombuffer(self._raw[:-4], np.uint32)
                 np.random.set_state(("MT19937", key, *_POSITION.unpack(self._raw[-4:])))
         _TURN.release()
+
+
+class PythonGenerators:
+    """Where ``random`` and numpy's global generator stand. Whoever draws from them holds the random state."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """They stand there once more, until the end."""
+        later = PythonGenerators()
+        self._set()
+        try:
+            yield
+        finally:
+            later._set()
+
+    def _set(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
 
 
 _unwatched: list[object] = []  # what runs in some thread without the lock, though it might draw

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -163,3 +164,77 @@ def batches(job: Job, samples: Sequence[int]) -> list[Any]:
         found.append(tuple(default_collate([job.dataset[(at + i) % len(job.dataset)] for i in range(count)])))
         at += count
     return found
+
+
+def _writing(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.wide.weight.mul_(0.5)
+    out: Tensor = model(x)
+    return out
+
+
+def _zeroing(model: Any, x: Tensor) -> Tensor:
+    model.zero_grad()
+    out: Tensor = model(x)
+    return out
+
+
+def _freezing(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = model(x)
+    model.blocks[1].requires_grad_(False)
+    return out
+
+
+def _unfreezing(model: Any, x: Tensor) -> Tensor:
+    model.blocks[0].requires_grad_(True)
+    out: Tensor = model(x)
+    return out
+
+
+def _growing(model: Any, x: Tensor) -> Tensor:
+    if not hasattr(model, "late"):
+        model.late = nn.Linear(3, 3)
+    out: Tensor = model.late(model(x))
+    return out
+
+
+class Clipping(nn.Linear):
+    """It counts no write into its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+class Plain(nn.Module):
+    def __init__(self, layer: Callable[[int, int], nn.Module] = nn.Linear) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(layer(8, 8) for _ in range(2))
+        self.blocks[0].requires_grad_(False)
+        self.wide, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        out: Tensor = self.head(self.wide(x))
+        return out
+
+
+def trespassing() -> Iterator[tuple[Job, str]]:
+    """Jobs whose step does what no step may, and what is said of it. Leaves are of 8 samples."""
+
+    def of(compute: Callable[[Any, Tensor], Tensor], model: Callable[[], nn.Module] = Plain) -> Job:
+        def step(model: nn.Module, batch: Any) -> Tensor:
+            return F.cross_entropy(compute(model, batch[0]), batch[1])
+
+        return replace(mlp(), model=model, loss=None, step=step, accumulate_grad_batches=2)
+
+    yield of(_writing), r"the step changes parameter 'wide\.weight' itself"
+    yield (
+        of(lambda model, x: model(x), lambda: Plain(Clipping)),
+        r"the step changes parameter 'blocks\.0\.weight' itself",
+    )
+    yield of(_zeroing), "the step changed the model's gradients"
+    yield of(_freezing), r"'blocks\.1\.weight' was trainable when the run began and is frozen now"
+    yield of(_unfreezing), r"'blocks\.0\.weight' was frozen when the run began and is to be trained now"
+    yield of(_growing), r"parameter 'late\.weight' is another one than when the run began"

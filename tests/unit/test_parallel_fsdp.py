@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import UsageError
-from w5xde_async.job import Job
+from w5xde_async.job import Job, build_model
 from w5xde_async.parallel.engine import LoneLeafError
 from w5xde_async.parallel.fsdp import FsdpEngine
 from w5xde_async.parallel.group import Group
@@ -130,6 +130,88 @@ def _of(model: Any) -> Job:
         model=model, dataset=job.dataset, loss=F.cross_entropy, optimizer=job.optimizer, batch_size=64,
         microbatch_size=4, max_steps=5,
     )  # fmt: skip
+
+
+def _clipped(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+class Hooked(nn.Module):
+    """Hooks change gradients: of a unit, of the root, of what is not cut; hung before a module has its parameter, and
+    after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head, self.scale = nn.Linear(8, 3), nn.Parameter(torch.tensor(1.5))
+        mask = (torch.arange(8.0) < 4)[:, None]
+        self.blocks[1].weight.register_hook(lambda gradient: gradient * mask)
+        self.blocks[0].weight.register_post_accumulate_grad_hook(_clipped)
+        taken = self.blocks[0].bias.register_hook(lambda gradient: gradient * 0)
+        taken.remove()
+        self.scale.register_hook(lambda gradient: gradient * 3)
+        shift = nn.Parameter(torch.zeros(3))
+        shift.register_hook(lambda gradient: gradient.clamp(min=0))
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        out: Tensor = self.head(x) * self.scale + self.shift
+        return out
+
+
+class Stepping(Hooked):
+    """An optimizer in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def step(parameter: Tensor) -> None:
+            parameter.grad = None
+
+        self.blocks[1].bias.register_post_accumulate_grad_hook(step)
+
+
+def _hooked(group: Group) -> None:
+    _alike(_of(Hooked), group, (4, 4, 4, 4), (4, 4, 3))
+    job = _of(Stepping)
+    together = _island(job, group)
+    together.load(islands.changed_state(job))
+    with pytest.raises(LeafError, match="the step changed the model's gradients"):
+        together.compute(island_jobs.batches(job, (4, 4)), (4, 4))
+
+
+class Drawing(nn.Module):
+    """What is drawn is used as it is: after parameters, and after initialisers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+        nn.init.trunc_normal_(self.blocks[0].weight)
+        nn.init.orthogonal_(self.blocks[1].weight)
+        nn.init.sparse_(self.head.weight, 0.3)
+        with torch.no_grad():
+            self.head.weight[1:].normal_()
+            self.head.weight.copy_(torch.rand_like(self.head.weight))
+            self.head.bias.copy_(torch.randn(3, device=self.head.bias.device))
+        with torch.device("meta"):  # other workers draw nothing here
+            nn.init.trunc_normal_(nn.Linear(3, 3).weight)
+        self.register_buffer("frequencies", torch.randn(8), persistent=False)
+        self.order = torch.randperm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x * self.frequencies)[:, self.order]
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+def _drawn(group: Group) -> None:
+    _alike(_of(Drawing), group, (4, 4, 3))
 
 
 def _reused_in_half(group: Group) -> None:
@@ -666,6 +748,16 @@ def _normalized() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 3))
 
 
+def _trespasses(group: Group) -> None:
+    """Whatever else a process refuses that computes alone; from then on in every block."""
+    for job, words in island_jobs.trespassing():
+        together = _island(job, group)
+        together.load(islands.changed_state(job))
+        for _ in range(2):
+            with pytest.raises(LeafError, match=words):
+                together.compute(island_jobs.batches(job, (8, 8)), (8, 8))
+
+
 def _cannot_be_built(group: Group) -> None:
     with pytest.raises(UsageError, match=r"parameter '1\.weight' does not lie in memory .*channels_last.*or use dp"):
         _island(_of(_channels_last), group)
@@ -709,14 +801,15 @@ CASES: dict[str, islands.Case] = {
     "accumulation": _accumulates, "checkpoints": _checkpoints, "metrics": _metrics, "sparse": _sparse, "errors": _fails,
     "shards": _divides, "refusals": _refuses, "skips": _skips, "shares": _shares, "consumes": _consumes,
     "mixes": _mixes, "segments": _segments,
+    "hooks": _hooked, "trespasses": _trespasses, "draws": _drawn,
     "errors at once": _fails_at_once, "cannot be built": _cannot_be_built, "errors between": _fails_between,
     "errors alone": _fails_alone, "errors after a change": _fails_after_a_change,
 }  # fmt: skip
 
 #: Where it matters how many ranks there are: what is wrong with a job, and its precision, are each rank's own.
 OWN = {
-    "half precision", "reused in half precision", "sparse", "errors", "errors at once", "refusals", "cannot be built",
-    "errors between", "errors alone", "errors after a change",
+    "draws", "trespasses", "half precision", "reused in half precision", "sparse", "errors", "errors at once",
+    "refusals", "cannot be built", "errors between", "errors alone", "errors after a change",
 }  # fmt: skip
 SUMS = tuple(name for name in CASES if name not in OWN)
 
@@ -760,6 +853,13 @@ def test_a_replica_has_no_memory_for_parameters() -> None:
     replica = replica_of(_of(Tied), BUCKET)
     table = dict(replica.model.named_buffers())["table"]
     assert torch.equal(table, torch.arange(4.0))
+
+
+def test_what_a_constructor_draws_has_the_values_of_other_workers() -> None:
+    made, replica = build_model(_of(Drawing)), replica_of(_of(Drawing), BUCKET).model
+    assert torch.equal(replica.frequencies, made.frequencies)
+    assert torch.equal(replica.order, made.order)
+    assert all(parameter.is_meta for parameter in replica.parameters())
 
 
 def test_a_module_given_as_such_is_left_alone() -> None:

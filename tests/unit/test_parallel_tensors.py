@@ -499,6 +499,34 @@ def _half(group: Group) -> None:
     alone.engine.close()
 
 
+class Hooked(Model):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.get_parameter(name).register_hook(lambda gradient: gradient * 0.5)
+        self.register_buffer("drawn", torch.randn(32), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = super().forward(tokens) + self.embed(tokens[:, :1]).mean(-1, keepdim=True) * self.drawn.mean()
+        return out
+
+
+def _hooked(group: Group) -> None:
+    """A hook on what is whole on every rank is called; on what is split it is refused."""
+    given = job(model=lambda: Hooked("norm.weight", "scale", "layers.0.before.bias"))
+    _near(given, _built("tp", given, group), (4, 4))
+    split = job(model=lambda: Hooked("layers.1.up.weight"))
+    with pytest.raises(UsageError, match=r"'layers\.1\.up\.weight' has a hook on its gradient, and is divided"):
+        _built("tp", split, group)
+
+    def parallelize(model: nn.Module, mesh: Any) -> None:
+        for layer in cast(Any, model).layers:
+            fully_shard(layer, mesh=mesh["fsdp"])
+
+    sharded = job(model=lambda: Hooked("layers.1.up.weight", "norm.weight"), parallelize=parallelize)
+    _near(sharded, _built("fsdp", sharded, group), (4, 4))
+
+
 def _declared(group: Group) -> None:
     class Declaring(Model):
         _tp_plan: ClassVar = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise_rep"}
@@ -510,6 +538,46 @@ def _declared(group: Group) -> None:
     _near(given, _built("tp", given, group), (4, 4))
     with pytest.raises(UsageError, match=r"style 'sideways' for layers.\*.up; known are colwise"):
         _built("tp", job(model=Unknown), group)
+
+
+def _trespasses(group: Group) -> None:
+    """Whatever else a process refuses that computes alone; from then on in every block."""
+    for given, words in island_jobs.trespassing():
+        together = _built("tp", given, group)
+        together.load(islands.changed_state(given))
+        for _ in range(2):
+            with pytest.raises(LeafError, match=words):
+                together.compute(island_jobs.batches(given, (8, 8)), (8, 8))
+
+
+class HeadAlone(Model):
+    """Its plan names one of two layers that share a weight."""
+
+    _tp_plan: ClassVar = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise_rep"}
+
+
+class HeadOtherwise(HeadAlone):
+    """And here the other one cannot be split so."""
+
+    _tp_plan: ClassVar = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "embed": "colwise_rep"}
+
+
+def _declared_of_two(group: Group) -> None:
+    for model in (HeadAlone, HeadOtherwise):
+        given = job(model=model)
+        _near(given, _built("tp", given, group), (4, 4))
+
+
+def test_a_declared_layer_is_split_with_what_shares_its_weight_or_not_at_all(caplog: pytest.LogCaptureFixture) -> None:
+    def never(model: nn.Module) -> None:
+        raise AssertionError
+
+    assert {"head", "embed"} <= plan_of(replica_of(job(model=HeadAlone), BUCKET).model, 2, never).keys()
+    assert not caplog.records
+    plan = plan_of(replica_of(job(model=HeadOtherwise), BUCKET).model, 2, never)
+    assert {"layers.0.up", "layers.1.down"} <= plan.keys()
+    assert {"head", "embed"}.isdisjoint(plan)
+    assert "'embed' and 'head' share a weight and cannot be split alike" in caplog.text
 
 
 def _programs(group: Group) -> None:
@@ -804,8 +872,8 @@ CASES: dict[str, islands.Case] = {
     "of the job": _of_the_job, "fully sharded by the job": _of_the_job_fully_sharded,
     "forgets": _forgets, "skips": _skips, "fails apart": _fails_apart, "second derivatives": _second_derivatives,
     "what a job may not do": _what_the_job_may_not_do, "checkpoints": _checkpoints, "half precision": _half,
-    "declared": _declared, "programs": _programs,
-    "heads of a constant": _heads_of_a_constant, "odd pairs": _odd_pairs,
+    "declared": _declared, "declared of two": _declared_of_two, "hooks": _hooked, "trespasses": _trespasses,
+    "programs": _programs, "heads of a constant": _heads_of_a_constant, "odd pairs": _odd_pairs,
 }  # fmt: skip
 
 

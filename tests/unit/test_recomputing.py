@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -37,3 +40,46 @@ def test_what_was_made_without_versions_may_be_given() -> None:
     module = nn.Linear(4, 4)
     checkpointed(module, lambda x, given: module(x) + given, torch.randn(3, 4), mask).sum().backward()
     assert module.weight.grad is not None
+
+
+def test_what_is_drawn_from_random_and_numpy_is_drawn_again() -> None:
+    """And whoever draws next draws what he would have drawn."""
+
+    def scaled(x: Tensor) -> Tensor:
+        return torch.tanh(module(x) * random.random()) * float(np.random.rand())
+
+    module, data = nn.Linear(4, 4), torch.randn(3, 4)
+    found: list[tuple[Tensor, float, float]] = []
+    for forward in (scaled, lambda x: checkpointed(module, scaled, x)):
+        random.seed(3)
+        np.random.seed(3)
+        x = data.clone().requires_grad_()
+        result = forward(x)
+        after = random.random()
+        result.sum().backward()
+        assert x.grad is not None
+        found.append((x.grad, after, random.random() + float(np.random.rand())))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:]
+
+
+def test_a_dictionary_that_the_module_takes_from_is_given_once_more() -> None:
+    class Taking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, given: dict[str, Tensor], seen: list[int]) -> Tensor:
+            seen.append(len(seen))
+            return torch.tanh(self.layer(given.pop("x"))) * len(seen)
+
+    module, data = Taking(), torch.randn(3, 4)
+    gradients: list[Tensor] = []
+    for forward in (module, lambda given, seen: checkpointed(module, module.forward, given, seen)):
+        x, seen = data.clone().requires_grad_(), list[int]()
+        given = {"x": x * 1.0}
+        forward(given, seen).sum().backward()
+        assert (given, seen) == ({}, [0])
+        assert x.grad is not None
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)

@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,14 @@ from w5xde_async.compute.block import (
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.compiling import CompiledStep
 from w5xde_async.compute.first_gradients import FirstGradients
+from w5xde_async.compute.fixed import CHANGED, Values, Watched, looks, refuse_gradients, refuse_others, renormed
 from w5xde_async.compute.flops import counting_flops
 from w5xde_async.compute.halving import Halving, lacks_memory
 from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.compute.transfer import Lent, Transfer
 from w5xde_async.errors import LeafFailed, W5xdeError, shortened, utf8
 from w5xde_async.job import Job, StepFunction, build_model, step_function, trained_otherwise
-from w5xde_async.params.flat import FlatState, ResultVector, fingerprints
+from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Bucket, Layout, runs
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.sampler import seed_for
@@ -58,15 +59,6 @@ _COPIED_BYTES = 1 << 20  # of a block's batch
 _WRITTEN = (
     "the step wrote into its batch before the block had to be computed again, so that its data is no longer there; "
     "write into a copy (batch.clone())"
-)
-_REPLACED = (
-    "parameter {name!r} is another one than when the run began, and what is trained is fixed for a run: make every "
-    "layer in the model's constructor, and change values in a hook of the optimizer (register_step_post_hook)"
-)
-_CHANGED = (
-    "the step changes parameter {name!r} itself, as for a target network or to clip weights: that would be lost, since "
-    "every worker has a copy of its own. Change it after the update, in a hook of the optimizer "
-    "(register_step_post_hook, docs/own-model.md), or make it a buffer"
 )
 _TOO_FEW = "Expected more than 1 value per channel"
 
@@ -195,17 +187,17 @@ class Engine:
             for index in bucket.entries:
                 self._buckets_of.setdefault(index, []).append(bucket.index)
         self._own = {id(parameter) for parameter in self.model.parameters()}
-        renormed = _renormed(self.model)
         self.looks_closely = False  #: every block is looked at for parameters that the job's code has changed
         self._lost = ""  # a parameter that the job's code has changed
-        self._watched: list[tuple[str, Tensor]] = [
-            (entry.name, tensor)
-            for entry, tensor in zip(layout.entries, self._live, strict=True)
-            if isinstance(tensor, nn.Parameter)
-            and id(tensor) not in renormed
-            and tensor.numel()
-            and _is_tracked(tensor)
-        ]
+        changing = renormed(self.model)
+        self._watched = Watched(
+            (
+                (entry.name, tensor)
+                for entry, tensor in zip(layout.entries, self._live, strict=True)
+                if isinstance(tensor, nn.Parameter) and id(tensor) not in changing
+            ),
+            self.device,
+        )
         self._blocks, self._foreign, self._pid = 0, False, os.getpid()
         self._weights: dict[float, Tensor] = {}
         self._autocast = autocast(self.precision, self.device.type)
@@ -338,10 +330,10 @@ class Engine:
 
     def _compute(self, block: Block) -> ComputedBlock:
         began, self._block = self.clock(), block
-        # Seldom: a large model has thousands of parameters, and all their values are read. In every block once the
-        # version counter of one has moved: what was written there may have been undone, or not.
-        looks = self._foreign or self.looks_closely or self._blocks & (self._blocks + 1) == 0
-        before, written = self._values() if looks else None, self._written()
+        # Seldom, but in every block once the version counter of one has moved: what was written there may have been
+        # undone, or not.
+        looking = self._foreign or self.looks_closely or looks(self._blocks)
+        before, written = self._watched.values() if looking else None, self._watched.written()
         again, refused = False, ""  # what the job's code raised on pieces that were too small for it
         as_it_came = _versions(block.task.tensors)
         self._halving.begin()
@@ -372,7 +364,7 @@ class Engine:
         self._end_fork()
         self._blocks += 1
         self._check_trained(block)
-        if self._written() != written:
+        if self._watched.written() != written:
             self.looks_closely = True
         if before is not None:
             self._check_parameters(block, before)
@@ -478,7 +470,7 @@ class Engine:
             self._first.end()
             self._check_bound()
             if self._frozen:
-                self._check_frozen()
+                refuse_gradients(self._frozen)
             landed = [after - earlier for after, earlier in zip(self._times_written(), before, strict=True)]
             if landed != block.landed:
                 self._note_landed(block, landed)
@@ -495,32 +487,27 @@ class Engine:
         if self._native and not (finishing and self._overlap):
             self._cast(self._grad_buckets, block)
 
-    def _check_parameters(self, block: Block, before: _Values) -> None:
+    def _check_parameters(self, block: Block, before: Values) -> None:
         """Raises LeafError where the job's code has given the model other parameters, which nobody would train, or has
         changed their values (``before``), which nobody would have but this process."""
         self._foreign = False
-        if not self._lost and (after := self._values()).changed(before):
+        if not self._lost and (after := self._watched.values()).changed(before):
             window = self._transfer.window
             if window is not None and window.shows:
                 window.restore()
-                before = self._values()  # another version may have come there meanwhile: this block does not count then
-            self._lost = next((self._watched[index][0] for index in after.changed(before)), "")
+                # Another version may have come there meanwhile: this block does not count then.
+                before = self._watched.values()
+            self._lost = next(iter(after.changed(before)), "")
         if self._lost:  # from now on every block fails: the same values, written once more, would not show
             self._foreign = True
             self._abandon(block)
-            raise self._failure(block, block.leaf, TypeError(_CHANGED.format(name=self._lost)))
-        for name, parameter in self.model.named_parameters():
-            if id(parameter) not in self._own:
-                self._foreign = True
-                self._abandon(block)
-                raise self._failure(block, block.leaf, TypeError(_REPLACED.format(name=name)))
-
-    def _written(self) -> int:
-        return sum([tensor._version for _, tensor in self._watched])
-
-    def _values(self) -> _Values:
-        tensors = [tensor for _, tensor in self._watched]
-        return _Values([tensor.data_ptr() for tensor in tensors], fingerprints(tensors, self.device))
+            raise self._failure(block, block.leaf, TypeError(CHANGED.format(name=self._lost)))
+        try:
+            refuse_others(self.model, self._own)
+        except TypeError as error:
+            self._foreign = True
+            self._abandon(block)
+            raise self._failure(block, block.leaf, error) from None
 
     def _end_fork(self, error: BaseException | None = None) -> None:
         """A process that the job's step has forked ends where the step ends: all that follows is its parent's, whose
@@ -539,12 +526,6 @@ class Engine:
         for parameter, gradient in self._gradients:
             if parameter.grad is not gradient:
                 raise TypeError(GRADIENTS_CHANGED)
-
-    def _check_frozen(self) -> None:
-        """Raises TypeError where a parameter has a gradient that nobody would apply."""
-        for parameter, name in self._frozen:
-            if parameter.grad is not None:
-                raise TypeError(trained_otherwise(name, begun=False))
 
     def _check_trained(self, block: Block) -> None:
         """Raises LeafError where the step has left a parameter frozen, in this process alone."""
@@ -704,23 +685,6 @@ class Engine:
         return tuple([next(read) if isinstance(value, Tensor) else value for value in values])
 
 
-class _Values(NamedTuple):
-    """Of each parameter: where it lies, and what tells whether its values have changed, in whatever way."""
-
-    places: list[int]
-    marks: Tensor  # int64, on the device: nothing waits for it before it is compared
-
-    def changed(self, before: _Values) -> list[int]:
-        """Which have."""
-        if self.places == before.places and torch.equal(self.marks, before.marks):
-            return []
-        told, was = (
-            zip(self.places, self.marks.tolist(), strict=True),
-            zip(before.places, before.marks.tolist(), strict=True),
-        )
-        return [index for index, (one, other) in enumerate(zip(told, was, strict=True)) if one != other]
-
-
 def _lacking(among: Sequence[int], there: set[int]) -> tuple[int, ...]:
     """Those of ``among`` that are not there."""
     return () if len(there) == len(among) else tuple([index for index in among if index not in there])
@@ -728,20 +692,6 @@ def _lacking(among: Sequence[int], there: set[int]) -> tuple[int, ...]:
 
 class _AgainOtherwise(Exception):
     """A block drew from ``random`` or numpy unseeded, or got gradients in parts: it is computed again."""
-
-
-def _is_tracked(tensor: Tensor) -> bool:
-    """Whether anybody could write into it: torch lets nobody where it was made in inference mode."""
-    try:
-        return tensor._version >= 0
-    except RuntimeError:
-        return False
-
-
-def _renormed(model: nn.Module) -> set[int]:
-    """Parameters that torch's own forward passes change (docs/same-bits.md says what becomes of that)."""
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    return {id(module.weight) for module in embeddings if module.max_norm is not None}
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

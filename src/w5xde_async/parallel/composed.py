@@ -44,14 +44,24 @@ from torch.distributed.tensor import DTensor
 
 from w5xde_async.compute.batch import copied, map_tensors, microbatches
 from w5xde_async.compute.batch import leaves_of as batches_of
-from w5xde_async.compute.block import Block, ComputedBlock, LeafSpec, MetricNames, Task, autocast, scalar_loss
+from w5xde_async.compute.block import (
+    GRADIENTS_CHANGED,
+    Block,
+    ComputedBlock,
+    LeafSpec,
+    MetricNames,
+    Task,
+    autocast,
+    scalar_loss,
+)
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.engine import LeafError
+from w5xde_async.compute.fixed import FixedParameters, Held, renormed
 from w5xde_async.errors import UsageError
 from w5xde_async.parallel.data_parallel import shard_of
 from w5xde_async.parallel.engine import EmitPieces, LoneLeafError
 from w5xde_async.parallel.group import Group, all_gather, is_rank_gone
-from w5xde_async.parallel.replica import Replica, made_dense
+from w5xde_async.parallel.replica import Replica, carry_hooks, is_hooked, made_dense
 from w5xde_async.parallel.report import Report, exchange, only, outcome_of, raise_failure
 from w5xde_async.parallel.resharding import Resharding
 from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool, add
@@ -105,6 +115,8 @@ class ComposedEngine:
         self.together = group.size // self._turns
         self.share = Share.TURNS if self._turns > 1 else Share.ALL
         self._data_group: Any = mesh.get_group(_DATA) if self._turns > 1 else None
+        changing = renormed(source.model)
+        kept = {entry for entry, tensor in enumerate(source.tensors) if id(tensor) not in changing}
         self._model = self._divided(source, parallelize, mesh)
         self._touched: set[int] = set()
         self._hooks: list[Any] = []
@@ -118,6 +130,7 @@ class ComposedEngine:
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_hook(partial(self._used_apart, entry)))
         self._data_is_not_split_otherwise(mesh)
+        self._fixed = self._fixed_of(kept)
         box = {e: _box_of(self.layout.entries[e].name, p) for e, p in self._parameters.items()}
         for entry, told in enumerate(self.layout.entries):
             if told.role in ("mean", "max"):
@@ -174,7 +187,7 @@ class ComposedEngine:
         own, now = Block(task, lambda *_: None, self._metric_names), _Running()
         failure: LeafError | None = None
         self._touched.clear()
-        with random_state():
+        with random_state(), self._fixed.block() as check:
             samples = [task.samples[leaf - task.start] for leaf in turns]
             batches = batches_of(task.structure, task.tensors, samples, task.packed)
             for number, (count, batch) in enumerate(batches):
@@ -186,6 +199,11 @@ class ComposedEngine:
                 except BaseException as error:
                     failure = self._failed(error, leaf.number)
                     break
+            else:
+                try:
+                    check()
+                except TypeError as error:
+                    failure = LeafError(turns[-1], error)
         changed = self._told(now, failure)
         report = Report() if failure is None else Report.of_failure(failure)
         if failure is None and changed is not None:
@@ -215,6 +233,7 @@ class ComposedEngine:
         """Let the model go."""
         for hook in self._hooks:
             hook.remove()
+        self._fixed.close()
         self._drop_gradients()
         self._parameters.clear()
         self._local.clear()
@@ -255,7 +274,7 @@ class ComposedEngine:
             for unit in self._units:
                 unit.set_requires_gradient_sync(last, recurse=False)
         with nullcontext() if self._autocast is None else self._autocast():
-            with _FirstDerivatives(self._gathered.values()):
+            with _FirstDerivatives(self._gathered.values()), self._fixed.step():
                 loss, metrics = self._step(self._model, piece)
         for entry, parameter in self._gathered.items():
             # The root stays whole from its forward on: a step that had frozen it before has melted that copy alone.
@@ -266,6 +285,7 @@ class ComposedEngine:
             loss = loss.full_tensor()
         loss = scalar_loss(loss)
         torch.autograd.backward(loss, torch.tensor(weight, dtype=torch.float32, device=self.device))
+        self._fixed.refuse_gradients()
         if last:
             for entry, parameter in self._gathered.items():
                 if parameter.grad is not None:
@@ -457,11 +477,12 @@ class ComposedEngine:
         """Every parameter after it was divided, with memory, by entry. Raises UsageError for one that is none."""
         made: dict[str, nn.Parameter] = {}
         slots: dict[str, tuple[nn.Module, str]] = {}
+        hooked: dict[int, Tensor] = {}  # by entry, what has hooks that are to be carried over
         for path, module in self._model.named_modules(remove_duplicate=False):
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     slots[_plain(f"{path}.{name}" if path else name)] = (module, name)
-        for entry in self.layout.entries:
+        for number, entry in enumerate(self.layout.entries):
             if entry.role not in ("grad", "frozen"):
                 continue
             missing = [name for name in entry.names if name not in slots]
@@ -475,21 +496,30 @@ class ComposedEngine:
                     f"parameter {entry.name!r} has the shape {list(parameter.shape)} after Job.parallelize, and "
                     f"{list(entry.shape)} before; only DTensors divide a parameter so that its pieces can be found"
                 )
-            made[entry.name] = own = nn.Parameter(
-                torch.empty_like(parameter, device=self.device), requires_grad=parameter.requires_grad
-            )
+            own = nn.Parameter(torch.empty_like(parameter, device=self.device), requires_grad=parameter.requires_grad)
+            made[entry.name] = own
+            if is_hooked(built := source.tensors[number]) or is_hooked(built := parameter):
+                hooked[number] = built
+                if not isinstance(own, DTensor):
+                    self._carry_hooks(number, hooked, own)
             for other in entry.names:
                 at, leaf = slots[other]
                 before = cast(Any, at._parameters[leaf])
                 if _box_of(other, before) != _box_of(entry.name, parameter):
                     raise UsageError(f"parameters {entry.name!r} and {other!r} are tied, and are divided in two ways")
                 at._parameters[leaf] = own
+        self._entries_of: list[list[int]] = []  # of each unit: what it gathers
         self._gathered: dict[int, nn.Parameter] = {}  # as they are while ``fully_shard`` has them whole
         self._unit_of: dict[int, str] = {}
         entry_of = {id(made[entry.name]): number for number, entry in enumerate(self.layout.entries)
                     if entry.name in made}  # fmt: skip
         for number, unit in enumerate(self._units):
-            self._watch(number, unit, entry_of)
+            self._watch(number, unit, entry_of, hooked)
+        for number in hooked:
+            raise UsageError(
+                f"parameter {self.layout.entries[number].name!r} has a hook on its gradient, and is divided: no rank "
+                "has the whole gradient that the hook is made for. Leave it whole (Job.parallelize), or use dp or fsdp"
+            )
         found = {}
         for path, module in self._model.named_modules(remove_duplicate=False):
             for name, parameter in module._parameters.items():
@@ -497,6 +527,20 @@ class ComposedEngine:
                     found[_plain(f"{path}.{name}" if path else name)] = parameter
         return {number: found[entry.name] for number, entry in enumerate(self.layout.entries)
                 if entry.role in ("grad", "frozen")}  # fmt: skip
+
+    def _fixed_of(self, kept: set[int]) -> FixedParameters:
+        """``kept``: entries whose values only an update changes."""
+        told, trained = self.layout.entries, set(self.layout.trainable)
+        held = [Held(one, told[entry].name, entry in trained)
+                for found in (self._parameters, self._gathered) for entry, one in found.items()]  # fmt: skip
+        lasting = [(told[entry].name, _in_memory(one)) for entry, one in self._parameters.items()
+                   if entry in kept and entry not in self._gathered]  # fmt: skip
+        units: list[tuple[nn.Module, list[tuple[str, Tensor]]]] = [
+            (unit, [(told[entry].name, _in_memory(self._gathered[entry])) for entry in entries if entry in kept])
+            for unit, entries in zip(self._units, self._entries_of, strict=True)
+            if unit._compiled_call_impl is None  # other hooks would have it compiled anew
+        ]
+        return FixedParameters(self._model, held, lasting, units, self.device)
 
     def _data_is_not_split_otherwise(self, mesh: DeviceMesh) -> None:
         """Raises UsageError for a parameter that is divided among ranks whose leaves are not the same, but by
@@ -515,7 +559,7 @@ class ComposedEngine:
                     f"--island {_DATA}=N,tp=M, or of tp=M"
                 )
 
-    def _watch(self, number: int, unit: Any, entry_of: Mapping[int, int]) -> None:
+    def _watch(self, number: int, unit: Any, entry_of: Mapping[int, int], hooked: dict[int, Tensor]) -> None:
         """Have a unit of ``fully_shard`` say what it exchanges, and sum by the tree."""
         unit.set_custom_all_gather(_AllGather(self, 2 * number))
         unit.set_custom_reduce_scatter(_TreeReduce(self, 2 * number + 1))
@@ -525,17 +569,29 @@ class ComposedEngine:
         sharded = {name: entry_of.get(id(parameter)) for name, parameter in unit.named_parameters()}
         told, whole = self._unit_names[number] or "the root", dict[str, Tensor]()
         unit.unshard()
+        self._entries_of.append([])
         for name, parameter in unit.named_parameters():
             entry = sharded[name]
             if id(parameter) not in entry_of and entry is not None:
+                self._entries_of[-1].append(entry)
                 self._gathered[entry], self._unit_of[entry] = parameter, told
                 whole[self.layout.entries[entry].name] = parameter
-                if parameter.requires_grad:
+                if entry in hooked and not isinstance(parameter, DTensor):
+                    self._carry_hooks(entry, hooked, parameter)
+                elif parameter.requires_grad:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._landed, entry)))
         unit.reshard()
         keep_apart(unit, told, whole)
 
+    def _carry_hooks(self, entry: int, hooked: dict[int, Tensor], taker: Any) -> None:
+        """What is whole on this rank while it is computed with has the job's hooks on its gradient."""
+        carry_hooks(hooked.pop(entry), taker)
+        if taker.requires_grad:
+            self._hooks.append(taker.register_post_accumulate_grad_hook(partial(self._landed, entry)))
+
     def _landed(self, entry: int, parameter: Tensor) -> None:
+        if parameter.grad is None:  # as a hook leaves it that has an optimizer step
+            raise TypeError(GRADIENTS_CHANGED)
         made_dense(parameter)
         self._touched.add(entry)
 
@@ -746,6 +802,11 @@ def _box_of(name: str, parameter: Tensor) -> Box:
     if not chunks:
         return tuple((0, 0) for _ in parameter.shape)
     return tuple((at, at + size) for at, size in zip(chunks[0].offsets, chunks[0].sizes, strict=True))
+
+
+def _in_memory(parameter: Tensor) -> Tensor:
+    """What of it lies on this rank."""
+    return _local(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -39,14 +39,24 @@ from torch.utils._pytree import tree_leaves
 
 from w5xde_async.compute.batch import copied, map_tensors, microbatches
 from w5xde_async.compute.batch import leaves_of as batches_of
-from w5xde_async.compute.block import Block, ComputedBlock, LeafSpec, MetricNames, Task, autocast, scalar_loss
+from w5xde_async.compute.block import (
+    GRADIENTS_CHANGED,
+    Block,
+    ComputedBlock,
+    LeafSpec,
+    MetricNames,
+    Task,
+    autocast,
+    scalar_loss,
+)
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.engine import LeafError
+from w5xde_async.compute.fixed import FixedParameters, Held, renormed
 from w5xde_async.errors import UsageError, W5xdeError
 from w5xde_async.parallel.engine import EmitPieces, LoneLeafError
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.recomputing import checkpointed
-from w5xde_async.parallel.replica import Replica, coalesced, made_dense
+from w5xde_async.parallel.replica import Replica, carry_hooks, coalesced, made_dense
 from w5xde_async.parallel.report import Report, exchange, only, outcome_of, raise_failure
 from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool
 from w5xde_async.parallel.unit_forward import keep_apart, late_gradient
@@ -112,7 +122,10 @@ class FsdpEngine:
         self._units = [
             _Unit(number, module, self) for number, module in enumerate((*_split(source), self._whole))
         ]  # fmt: skip
+        changing = renormed(source.model)
+        kept = {index for index, tensor in enumerate(self._state) if id(tensor) not in changing}
         self._shard_model(source, entry_of, checkpoint_activations)
+        self._fixed = self._fixed_of(source.model, kept)
         self._shards = [self._shard_of(rank) for rank in range(group.size)]
         self.shard = self._shards[group.rank]
         pinned = self.device.type == "cuda"
@@ -177,7 +190,7 @@ class FsdpEngine:
         own = Block(task, lambda *_: None, self._metric_names)
         now = self._now = _Running(self, task, self._pool.take(), emit)
         failure: LeafError | None = None
-        with random_state():
+        with random_state(), self._fixed.block() as check:
             batches = batches_of(task.structure, task.tensors, samples, task.packed)
             for number, (count, batch) in enumerate(batches):
                 self._round = current = _Round.of(task, number * group.size, group, self._spec.microbatch_samples)
@@ -187,6 +200,11 @@ class FsdpEngine:
                     failure = self._failed(error, turns[number], current)
                 if self._end_round(now, current, failed=failure is not None):
                     break
+            else:
+                try:
+                    check()
+                except TypeError as error:
+                    failure = LeafError(turns[-1], error)
         report = Report() if failure is None else Report.of_failure(failure)
         if failure is None and not now.failed:
             report = self._report(own, mine, now)
@@ -204,6 +222,7 @@ class FsdpEngine:
         """Let the model go."""
         for unit in self._units:
             unit.close()
+        self._fixed.close()
         self._local.clear()
         self._origin.clear()
         self._state.clear()
@@ -244,11 +263,12 @@ class FsdpEngine:
         self._again.clear()
         self._in_backward.clear()
         self._num_came, self._in_forward, self._is_backward = 0, None, False
-        with nullcontext() if self._autocast is None else self._autocast():
+        with self._fixed.step(), nullcontext() if self._autocast is None else self._autocast():
             loss, metrics = self._whole(piece)
         loss = scalar_loss(loss)
         self._is_backward = True
         torch.autograd.backward(loss, torch.tensor(weight, dtype=torch.float32, device=self.device))
+        self._fixed.refuse_gradients()
         if last:
             for unit in self._units:
                 unit.require_exchanged()
@@ -421,6 +441,10 @@ class FsdpEngine:
             )
         return [row[1 : 2 + len(said)] for row in rows]
 
+    def given(self, entry: int) -> Tensor:
+        """A parameter as the model was built with it, while this engine is."""
+        return self._state[entry]
+
     def output_for(self, unit: _Unit) -> Tensor:
         """Memory that looks like a unit's sharded gradients."""
         return self._received[: unit.row * unit.dtype.itemsize].view(unit.dtype)
@@ -441,9 +465,8 @@ class FsdpEngine:
         made: dict[int, nn.Parameter] = {}
         for index in self._small:
             parameter = self._state[index]
-            made[id(parameter)] = self._state[index] = nn.Parameter(
-                torch.zeros_like(parameter, device=self.device), requires_grad=parameter.requires_grad
-            )
+            small = nn.Parameter(torch.zeros_like(parameter, device=self.device), requires_grad=parameter.requires_grad)
+            made[id(parameter)] = self._state[index] = carry_hooks(parameter, small)
         _put(source.model, made)
         ignored = {cast(nn.Parameter, self._state[index]) for index in self._small}
         self.small_ids = set(map(id, ignored))
@@ -502,6 +525,20 @@ class FsdpEngine:
                 self._origin.append(live[index].detach().clone(memory_format=torch.contiguous_format))
             else:
                 self._origin.append(self._state[index].detach())
+
+    def _fixed_of(self, model: nn.Module, kept: set[int]) -> FixedParameters:
+        """``kept``: entries whose values only an update changes."""
+        told, trained = self.layout.entries, set(self.layout.trainable)
+        small = [(told[index].name, self._state[index]) for index in self._small if index in kept]
+        held = [Held(self._state[index], told[index].name, index in trained) for index in self._small]
+        units: list[tuple[nn.Module, list[tuple[str, Tensor]]]] = []
+        for unit in self._units:
+            found = unit.found()
+            for entry, (whole, part) in found:
+                held.append(Held(whole, told[entry].name, entry in trained))
+                held.append(Held(part, told[entry].name, entry in trained, lands=False))
+            units.append((unit.module, [(told[entry].name, whole) for entry, (whole, _) in found if entry in kept]))
+        return FixedParameters(model, held, small, units, self.device)
 
     def _forward(self, held: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Forward has come to a unit. What it is called with stays as it is.
@@ -729,6 +766,7 @@ class _Unit:
         keep_apart(self.module, self.name, whole, is_step=self.module is self._engine._whole)
         for entry, parameter in zip(self._entries, self._free, strict=True):
             if parameter.requires_grad:
+                carry_hooks(self._engine.given(entry), cast(nn.Parameter, parameter))
                 self._hooks.append(
                     parameter.register_post_accumulate_grad_hook(partial(self._landed, entry))
                 )  # fmt: skip
@@ -744,6 +782,10 @@ class _Unit:
             parameter.__class__ = _Shard
             parameter.place = (self._engine.layout.entries[entry].name, self.name)
         return local
+
+    def found(self) -> list[tuple[int, tuple[Any, Any]]]:
+        """By entry its parameters, whole and sharded."""
+        return list(zip(self._entries, zip(self._free, self._sharded, strict=True), strict=True))
 
     def keep(self, held: _Sum) -> _Sum:
         """The same sum in memory of its own."""
@@ -791,6 +833,8 @@ class _Unit:
         self._sharded.clear()
 
     def _landed(self, entry: int, parameter: Tensor) -> None:
+        if parameter.grad is None:  # as a hook leaves it that has an optimizer step
+            raise TypeError(GRADIENTS_CHANGED)
         made_dense(parameter)
         self._engine._present.add(entry)
 

@@ -1,7 +1,7 @@
 """Activation checkpointing: a module computes its forward pass once more in backward, to the same bits.
 
-Random numbers are drawn again from where the generator stood. Buffers have had their change in the first pass: the
-second one works on copies, made before.
+Random numbers are drawn again from where the generators stood, torch's, ``random`` and numpy's. Buffers have had their
+change in the first pass, and so have lists and dictionaries that the module was given: the second one works on copies.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from w5xde_async.errors import UsageError
+from w5xde_async.randomness import PythonGenerators
 
 _WRITTEN = (
     "what {0} is called with is written into in place, and --checkpoint-activations computes {0} from it once more; "
@@ -30,10 +31,15 @@ def checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **k
     Raises UsageError, here or in backward, where something has been written into what it is given: the second pass
     would begin with that, and backward be another function's.
     """
-    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor) and not value.is_inference()]
+    leaves, structure = tree_flatten((args, kwargs))
+    tensors = [value for value in leaves if isinstance(value, Tensor) and not value.is_inference()]
     versions = [tensor._version for tensor in tensors]
 
+    recomputes = False
+
     def run(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if recomputes:
+            given, named = tree_unflatten(leaves, structure)
         return forward(*given, **named)
 
     copies: dict[int, Tensor] = {}
@@ -48,16 +54,18 @@ def checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **k
         for of in module.modules()
         if of._buffers
     ]
+    drawn_from = PythonGenerators()
 
     @contextmanager
     def again() -> Iterator[None]:
         for tensor, version in zip(tensors, versions, strict=True):
             if tensor._version != version:
                 raise UsageError(_WRITTEN.format(type(module).__name__))
-        with _with(before):
+        with drawn_from.again(), _with(before):
             yield
 
     result = checkpoint(run, args, kwargs, use_reentrant=False, context_fn=lambda: (nullcontext(), again()))
+    recomputes = True
     for number, tensor in enumerate(tensors):
         if tensor._version != versions[number]:
             if tensor._version != versions[number] + 1 or not _is_repeatable(tensor):

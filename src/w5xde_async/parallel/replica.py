@@ -8,6 +8,7 @@ are runs of its atoms; parameters that several of them use, and those that none 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_any, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from w5xde_async.compute.batch import flatten
@@ -27,6 +32,7 @@ from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout, named_state
 
 _UNITS = 16  # of a program, about; each is as large as
+_IS_META: Any = cast(Any, Tensor.is_meta).__get__
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 256 << 20
 
 
@@ -59,7 +65,7 @@ def replica_of(job: Job, bucket_bytes: int) -> Replica:
         meta = {id(parameter): _on_meta(parameter) for parameter in job.model.parameters()}
         model = copy.deepcopy(job.model, dict(meta)).train()
     else:
-        with _parameters_on_meta():
+        with _parameters_on_meta(), _drawing():
             model = build_model(job)
     persistent = {id(tensor) for _, tensor, _ in named_state(model)}
     for name, buffer in model.named_buffers():
@@ -244,7 +250,81 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _on_meta(parameter: Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    return carry_hooks(
+        parameter, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    )
+
+
+@contextmanager
+def _drawing() -> Iterator[None]:
+    """What has no memory draws its random numbers all the same, into memory that is given back at once: whatever the
+    constructor draws after it has the values that it has in every other worker.
+
+    Where the job's own code builds on the meta device, other workers draw nothing either.
+    """
+    with _InitDrawing(), cast(Any, _Drawing)():
+        yield
+
+
+class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, operator: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in operator.tags and tree_any(_is_without_memory, (args, kwargs)):
+            if not _within_meta():
+                given, named = tree_map(_in_memory, (args, kwargs))
+                operator(*given, **named)
+        return operator(*args, **kwargs)
+
+
+class _InitDrawing(TorchFunctionMode):
+    """Functions of ``torch.nn.init`` that ask whether a tensor is on the meta device do nothing then."""
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if found is True and function == _IS_META:
+            asking = sys._getframe(1)
+            if asking.f_globals is vars(nn.init):
+                code, held = asking.f_code, asking.f_locals
+                names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+                vars(nn.init)[code.co_name](**{name: _in_memory(held[name]) for name in names})
+        return found
+
+
+def _within_meta() -> bool:
+    """Whether this is called within the job's own ``with torch.device("meta")``, or with that as the default."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is DeviceContext.__torch_function__.__code__:
+            return bool(frame.f_locals["self"].device.type == "meta")
+        frame = frame.f_back
+    return False
+
+
+def _is_without_memory(value: object) -> bool:
+    return value.is_meta if isinstance(value, Tensor) else isinstance(value, torch.device) and value.type == "meta"
+
+
+def _in_memory(value: Any) -> Any:
+    """It on the CPU, full of ones (which may be weights, or probabilities), laid out alike: by that it draws."""
+    if not _is_without_memory(value):
+        return value
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu").fill_(1)
+
+
+def is_hooked(parameter: Tensor) -> bool:
+    """Whether somebody has hung a hook on its gradient."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def carry_hooks(given: Tensor, taker: nn.Parameter) -> nn.Parameter:
+    """``taker``, which stands in the place of ``given``, with its hooks. Who has hung them can still take them off."""
+    hooked, other = cast(Any, given), cast(Any, taker)
+    if is_hooked(given) and taker.requires_grad:
+        other._backward_hooks = hooked._backward_hooks
+        other._post_accumulate_grad_hooks = hooked._post_accumulate_grad_hooks
+    return taker
 
 
 def coalesced(gradient: Tensor) -> Tensor | None:

@@ -93,16 +93,19 @@ def outcome_of(
     losses: list[float] = []
     metrics: list[float] = []
     if rank == 0:
-        names = tuple(dict.fromkeys(name for report in computed for name in report.names))[:MOST_METRICS]
-        rows = []
+        rows: list[tuple[int, float, dict[str, float]]] = []
         for report in computed:
             width = len(report.names)
             for number, leaf in enumerate(report.leaves):
-                values = dict(zip(report.names, report.metrics[number * width : (number + 1) * width], strict=True))
-                rows.append((leaf, report.losses[number], [values.get(name, math.nan) for name in names]))
-        for _, loss, row in sorted(rows, key=lambda row: row[0]):
+                values = report.metrics[number * width : (number + 1) * width]
+                rows.append((leaf, report.losses[number], dict(zip(report.names, values, strict=True))))
+        rows.sort(key=lambda row: row[0])
+        # As they come leaf by leaf; a leaf that lacks one has NaN.
+        found = dict.fromkeys(name for *_, row in rows for name, value in row.items() if not math.isnan(value))
+        names = tuple(found | dict.fromkeys(name for *_, row in rows for name in row))[:MOST_METRICS]
+        for _, loss, row in rows:
             losses.append(loss)
-            metrics.extend(row)
+            metrics.extend(row.get(name, math.nan) for name in names)
     return ComputedBlock(
         losses=tuple(losses),
         metric_names=names,

@@ -14,12 +14,13 @@ the names of styles.
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,8 @@ from w5xde_async.job import copied_model
 from w5xde_async.parallel.replica import units_of
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import users_code
+
+logger = logging.getLogger(__name__)
 
 _Names = Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
 #: Of attention: queries, keys, values, and what follows. Between them lie heads, of which each rank computes some.
@@ -103,7 +106,7 @@ def plan_of(model: nn.Module, ranks: int, run: Callable[[nn.Module], object]) ->
 
     Raises UsageError where there is nothing to split.
     """
-    declared = _declared(model)
+    declared = _declared(model, ranks)
     if declared:
         return declared
     pairs = [pair for pair in _pairs(model) if _can_divide(model, pair, ranks)]
@@ -180,15 +183,11 @@ def _inferred(model: nn.Module, ranks: int, pairs: Sequence[_Pair]) -> dict[str,
     for path, module in model.named_modules():
         if path in plan:
             continue
-        style: ParallelStyle | None = None
-        if type(module) is nn.Linear and module.weight.numel() >= least and fits(module, module.out_features):
-            style = ColwiseParallel(output_layouts=Replicate())
-        elif type(module) is nn.Embedding and module.weight.numel() >= least and fits(module, module.num_embeddings):
-            if module.max_norm is None and not module.sparse and not module.scale_grad_by_freq:
-                style = RowwiseParallel(input_layouts=Replicate())
+        style = _by_itself(module)
         if style is not None:
             assert isinstance(module, nn.Linear | nn.Embedding)
-            single[path] = module, style
+            if module.weight.numel() >= least and fits(module, module.weight.shape[0]):
+                single[path] = module, style
     while True:  # tied ones are split alike, or not at all, and so is what is tied to these
         split = Counter(id(parameter) for module, _ in single.values() for parameter in module.parameters())
         odd = [
@@ -200,6 +199,15 @@ def _inferred(model: nn.Module, ranks: int, pairs: Sequence[_Pair]) -> dict[str,
             return plan | {path: style for path, (_, style) in single.items()}
         for path in odd:
             del single[path]
+
+
+def _by_itself(module: nn.Module) -> ParallelStyle | None:
+    """How a layer is split that is in no pair: its weight by rows, in memory."""
+    if type(module) is nn.Linear:
+        return ColwiseParallel(output_layouts=Replicate())
+    if type(module) is nn.Embedding and module.max_norm is None and not module.sparse:
+        return None if module.scale_grad_by_freq else RowwiseParallel(input_layouts=Replicate())
+    return None
 
 
 def _uses(model: nn.Module) -> Counter[int]:
@@ -473,7 +481,7 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _declared(model: nn.Module) -> dict[str, ParallelStyle] | None:
+def _declared(model: nn.Module, ranks: int) -> dict[str, ParallelStyle] | None:
     """Of ``model._tp_plan``; None where it has none. Raises UsageError for a style that is not known here."""
     told = getattr(model, "_tp_plan", None)
     if not told:
@@ -487,4 +495,35 @@ def _declared(model: nn.Module) -> dict[str, ParallelStyle] | None:
             )
         wanted = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
         plan |= {path: _STYLES[name]() for path, _ in model.named_modules() if wanted.fullmatch(path)}
-    return plan
+    return _tied_alike(model, plan, ranks)
+
+
+def _tied_alike(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -> dict[str, ParallelStyle]:
+    """A plan in which layers that share a weight are split alike, as an embedding with the head that is declared;
+    or, where the others cannot be, not at all."""
+    modules = {path: module for path, module in model.named_modules()}
+    users: dict[int, list[str]] = {}
+    for path, module in modules.items():
+        if isinstance(weight := module._parameters.get("weight"), Tensor):
+            users.setdefault(id(weight), []).append(path)
+    found = dict(plan)
+    for paths in users.values():
+        rows = {path: _splits_rows(modules[path], found[path]) for path in paths if path in found}
+        if len(paths) == 1 or not rows or (len(rows) == len(paths) and len(set(rows.values())) == 1):
+            continue
+        others = {path: style for path in paths if path not in rows and (style := _by_itself(modules[path]))}
+        extent = cast(Tensor, modules[paths[0]].weight).shape[0]
+        if all(rows.values()) and len(rows) + len(others) == len(paths) and not extent % ranks:
+            found |= others
+            continue
+        logger.warning(
+            "%s share a weight and cannot be split alike, so none of them is, though the model's _tp_plan names %s",
+            " and ".join(map(repr, paths)), " and ".join(map(repr, rows)),
+        )  # fmt: skip
+        for path in rows:
+            del found[path]
+    return found
+
+
+def _splits_rows(layer: nn.Module, style: ParallelStyle) -> bool:
+    return isinstance(style, ColwiseParallel) != isinstance(layer, nn.Embedding)

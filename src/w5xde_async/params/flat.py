@@ -39,13 +39,16 @@ _FEW = 4 * _COLUMNS  # to read more one by one takes longer than to add them up
 _AT_ONCE = 128  # rows, which a cache still has when they are read for the second time
 
 
-def fingerprints(tensors: Iterable[Tensor], device: torch.device | str = "cpu") -> Tensor:
+def fingerprints(
+    tensors: Iterable[Tensor], device: torch.device | str = "cpu", *, resized: bool = False
+) -> Tensor:  # fmt: skip
     """Of each its values' bits and where they lie, as int64 on their ``device``: what tells, next to always, whether a
-    value has changed or is in another place. For comparisons within a process.
+    value has changed or is in another place. For comparisons within a process. ``resized``: their memory is, which is
+    over for what numpy has once looked at.
 
     Many are added up first, in rows and in columns: whatever is moved leaves its row or its column.
     """
-    if torch.device(device).type == "cpu":
+    if torch.device(device).type == "cpu" and not resized:
         return torch.tensor([_of_bytes(tensor) for tensor in tensors], dtype=torch.int64)
     found = [_of_words(tensor) for tensor in tensors]
     return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
