@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,9 @@ async def test_a_change_of_the_rule_traces_nothing_anew(monkeypatch: pytest.Monk
     traced: list[str] = []
     trace = ProgramServer._trace
 
-    async def counted(self: ProgramServer, reference: str, microbatch: int) -> None:
+    async def counted(self: ProgramServer, reference: str, *arguments: Any) -> None:
         traced.append(reference)
-        await trace(self, reference, microbatch)
+        await trace(self, reference, *arguments)
 
     monkeypatch.setattr(ProgramServer, "_trace", counted)
     reference = f"{jobs.__file__}:mlp_sgd"

@@ -337,7 +337,7 @@ def test_segments_of_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorrupt, match="the checkpoint's"):
         steps(tmp_path / "other", 2, positions[2])
     other = Journal(tmp_path / "journal", run_id="f" * 16, fingerprint=FINGERPRINT)
-    with pytest.raises(CheckpointCorrupt, match="another run"):
+    with pytest.raises(CheckpointCorrupt, match="and this is run ffff"):
         list(other.read(0, None, Replay(0)))
     made = journal(tmp_path / "other")
     shutil.rmtree(tmp_path / "other" / "journal")

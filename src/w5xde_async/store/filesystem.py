@@ -48,10 +48,11 @@ _IN_THE_WAY = {
 }
 
 
-def explain(error: OSError) -> str:
-    """What failed and what to do about it, on one line."""
+def explain(error: OSError, *, looks: bool = True) -> str:
+    """What failed and what to do about it, on one line. ``looks``: at what is in the way, which an event loop may not
+    wait for."""
     number, named = error.errno or 0, error.filename2 or error.filename
-    there = _nearest(Path(os.fsdecode(named))) if isinstance(named, str | bytes | Path) else None
+    there = _nearest(Path(os.fsdecode(named))) if looks and isinstance(named, str | bytes | Path) else None
     what = _IN_THE_WAY.get(number)
     if there is not None and (what is not None or number == errno.ENOENT):
         if not os.path.exists(there):

@@ -227,7 +227,7 @@ def _short_step(put: Put) -> None:
 
 @bug("accept-infinite", "a gradient that is not finite is applied")
 def _infinite(put: Put) -> None:
-    put(SyncRule, "_norm", lambda self, gradients, squares: 1.0)
+    put(SyncRule, "_norm", lambda self, squares: 1.0)
 
 
 @bug("forget-partial", "what a lost worker had not sent of a block that it had begun counts as absent", *LOST)

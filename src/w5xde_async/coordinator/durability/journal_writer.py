@@ -317,7 +317,7 @@ class JournalWriter:
             self._on_error(error)
         elif not again or now >= self._remind_at:
             told = str(error) if isinstance(error, StoreError) else in_one_line(error)
-            self._remind(explain(error) if isinstance(error, OSError) else told)
+            self._remind(explain(error, looks=False) if isinstance(error, OSError) else told)
         for item in lost:  # said first: these steps are told and not durable
             if isinstance(item, _Record):
                 self._finish(item)

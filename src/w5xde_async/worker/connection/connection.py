@@ -96,6 +96,7 @@ class Connection:
         self._state = State.JOINING
         self._num_frames = 0
         self._hearing = False  # whoever prepares waits for a message
+        self._over = False  # the link is lost, and what has come is being read
         self._executor: LeaseExecutor | None = None
         self.leases: Leases | None = None  #: once it is ready for any
         self.unsent: list[Unsent] = []  #: once it has ended: answers that had not left
@@ -154,12 +155,25 @@ class Connection:
             raise self._failure or _first(group) from None
 
     async def _write(self) -> None:
-        """While a model is built nobody reads: what the coordinator has said last is heard before its link is lost."""
         try:
             await self._outbox.run()
         except LinkLost:
-            if self._state is not State.JOINING or self._hearing or self._thread.patience_s is not None:
-                raise  # of an island, others wait for this rank
+            if self._state is State.JOINING and not self._hearing:
+                self._over = True
+                await self._hear_the_last()
+            raise
+
+    async def _hear_the_last(self) -> None:
+        """While a model is built nobody reads: what the coordinator has said last may lie there still."""
+
+        def accept(message: messages.Message, _: object) -> Sequence[memoryview]:
+            raise RemoteError(f"{type(message).__name__} came with buffers, for which there is no use any more")
+
+        with suppress(W5xdeError, TimeoutError):
+            async with asyncio.timeout(_PARTING_S):
+                while self._bye is None:
+                    message, _, _ = await self._receive(accept)
+                    self._bye = message if type(message) is messages.Bye else None
 
     def drain(self, reason: str, grace_s: float) -> None:
         """Ask the coordinator to let us go; after ``grace_s`` somebody calls ``leave``. Returns at once."""
@@ -219,6 +233,8 @@ class Connection:
     async def _next(self, accept: Accept) -> Received:
         """The next frame. They may come faster than they are read, and the program has signals to heed."""
         self._num_frames += 1
+        if self._over:
+            await asyncio.Event().wait()  # until this is cancelled
         if not self._num_frames % _A_TURN:
             await asyncio.sleep(0)
         return await self._receive(accept)
