@@ -15,6 +15,7 @@ import sys
 
 _OURS = tuple(f"w5xde_async.{name}" for name in ("coordinator", "worker", "status", "tune", "compute.program"))
 _SANDBOX = ["-P", "-s", "-m", "w5xde_async.compute.program.child"]
+_MOST_INHERITED = 16  # as in forking.py
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -38,6 +39,8 @@ def relay(door: str, python: str, searched: str, arguments: list[str]) -> int:
         arguments, forked = arguments[2:], True
     if not forked or asked.connect_ex(door):
         os.execv(python, [python, *arguments])
+    if len(inherited) > _MOST_INHERITED:
+        sys.exit(f"too many files are inherited: {[os.readlink(f'/proc/self/fd/{number}') for number in inherited]}")
     status, theirs = socket.socketpair()
     ignored = [int(number) for number in _PASSED_ON if signal.getsignal(number) is signal.SIG_IGN]
     told = {
