@@ -656,11 +656,9 @@ def has_rate(group: Mapping[str, Any]) -> bool:
 def rate_of(optimizer: torch.optim.Optimizer) -> float | None:
     """The learning rate of the first group that has one, of its own or of an optimizer that it holds; None: no group
     has."""
-    for groups in (optimizer.param_groups, groups_in(optimizer)):  # the latter takes a look at all that it has
-        for group in groups:
-            if has_rate(group):
-                return float(group["lr"])
-    return None
+    # Of its own first: it takes a while to look at all that it has.
+    group = next(filter(has_rate, optimizer.param_groups), None) or next(filter(has_rate, groups_in(optimizer)), None)
+    return None if group is None else float(group["lr"])
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
