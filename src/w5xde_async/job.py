@@ -19,7 +19,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, zip_longest
@@ -347,7 +347,10 @@ def _remade(value: Any, beside: Any, copies: dict[int, Any]) -> Any:
     if made_of is None:
         return value
     (make, arguments), parts = made_of
-    of_other = None if beside is None else _made_of(beside)
+    of_other = None
+    if beside is not None:
+        with suppress(Exception):  # that is the other's matter
+            of_other = _made_of(beside)
     (_, theirs), others = of_other or ((None, None), None)
     copies.setdefault(id(copies), []).append(made_of)  # what copies are looked up by must not end before they do
     made = copies[id(value)] = make(*_copied(arguments, theirs, copies))
@@ -375,6 +378,8 @@ def _made_of(value: Any) -> tuple[tuple[Any, Any], tuple[Any, list[Any], list[An
     reduced = copyreg.dispatch_table[kind](value) if kind in copyreg.dispatch_table else value.__reduce_ex__(4)
     if isinstance(reduced, str):
         return None
+    if len(reduced) > 5:
+        raise TypeError(f"{kind.__name__} says itself how its state is set")
     make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
     return (make, arguments), (state, list(items or ()), list(pairs or ()))
 
@@ -606,10 +611,15 @@ def _own_sampler(loader: DataLoader[Any]) -> str:
     """The class of what chooses a loader's samples, where that is neither torch's order nor its shuffle."""
     if isinstance(loader.dataset, IterableDataset):
         return ""
-    batches, sampler = loader.batch_sampler, loader.sampler
+    batches: Any = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
         return type(batches).__name__
-    return "" if type(sampler) in (RandomSampler, SequentialSampler) else type(sampler).__name__
+    sampler = loader.sampler if batches is None else batches.sampler
+    if type(sampler) is RandomSampler:
+        plain = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    else:
+        plain = type(sampler) is SequentialSampler
+    return "" if plain else type(sampler).__name__
 
 
 def parts_of(scheduler: Any) -> list[Any]:

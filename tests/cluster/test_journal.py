@@ -240,7 +240,10 @@ async def test_checkpoints_end_segments_and_an_older_one_replays_all(tmp_path: P
     assert found.spec.state.digest() == expected("mlp_adamw", found.resume.step)
     notes = "\n".join(found.resume.notes)
     assert "manifest.json is damaged" in notes
-    assert f"the run goes on from the checkpoint of step {found.resume.saved_step}, the newest whole one" in notes
+    assert (
+        f"the run goes on from the checkpoint of step {found.resume.saved_step}, the newest whole one of this run"
+        in notes
+    )
     segments = sorted((left / "journal").glob("segment-*"))
     assert segments[0].name != "segment-000000001"  # those before the oldest kept checkpoint are gone
 
@@ -501,6 +504,21 @@ async def test_a_checkpoint_of_another_run_is_taken_only_where_it_is_asked_for(t
     found = await asyncio.to_thread(prepared, make, tmp_path / "again", durability=durability)
     assert found.resume.step == 9, "it has become this run's own"
     assert "passed over" not in "".join(found.resume.notes)
+    found = await asyncio.to_thread(prepared, make, tmp_path / "again", durability=durability, resume=str(asked))
+    assert found.resume.step == 9, "it is there each time that it is asked for"
+
+
+async def test_damaged_checkpoints_beside_one_of_another_run_do_not_accuse_run_json(tmp_path: Path) -> None:
+    make, left = jobs.mlp_sgd, tmp_path / "left"
+    await train(make, run_dir=tmp_path / "other", max_steps=9)
+    await crash(make, tmp_path / "run", at=4, left=left, saves=1, checkpoint_every=3)
+    for manifest in (left / "checkpoints").glob("step-*/manifest.json"):
+        manifest.write_bytes(b"")
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-000000009", left / "checkpoints" / "step-000000009")
+    with pytest.raises(CheckpointMismatch, match=r"checkpoints is whole.*--resume never") as caught:
+        await asyncio.to_thread(prepared, make, left)
+    assert caught.value.path == str(left / "checkpoints")
+    assert f"step-000000009 is of run {run_id_of(tmp_path / 'other')}" in str(caught.value)
 
 
 @pytest.mark.parametrize("durability", ["checkpoint", "journal"])

@@ -23,7 +23,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 from transformers import BatchEncoding
 
 from w5xde_async.errors import ExitCode, JobError
@@ -116,6 +124,18 @@ class Told(TensorDataset):
         (
             {"dataset": DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * len(DATA), 3))},
             "matter; its WeightedRandomSampler is not taken over: draw the samples' indices yourself, with a seed",
+        ),
+        (
+            {
+                "dataset": DataLoader(
+                    DATA, batch_sampler=BatchSampler(WeightedRandomSampler([1.0] * len(DATA), 3), 2, False)
+                )
+            },
+            "its WeightedRandomSampler is not taken over",
+        ),
+        (
+            {"dataset": DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True, num_samples=9))},
+            "its RandomSampler is not taken over",
         ),
         ({"dataset": DataLoader(DATA, shuffle=True)}, r"batch_size=\.\.\. where they matter$"),
         ({"dataset": DataLoader(DATA)}, "dataset is a DataLoader; give its dataset=loader.dataset, and collate"),
@@ -647,6 +667,23 @@ def test_what_some_samples_are_made_of_is_not_taken_for_what_all_have(number: in
     samples = [{"row": rows[0], "of": 0}, {"row": rows[0], "of": 1}, {"row": rows[1], "of": 0}, {"row": rows[1]}]
     for among in (samples, samples[:1], [samples[number]] * 8):
         assert copy_among(among, number % len(among))["row"] is not among[number % len(among)]["row"]
+
+
+class _Torn:
+    """A sample that at times cannot say what it is made of, as an image whose file is cut short."""
+
+    def __init__(self, torn: bool) -> None:
+        self.x, self.torn = torch.ones(2), torn
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.torn:
+            raise OSError("image file is truncated")
+        return vars(self)
+
+
+def test_a_sample_is_copied_whatever_lies_beside_it() -> None:
+    good = _Torn(False)
+    assert copy_of_sample(good, _Torn(True)).x is not good.x
 
 
 def test_a_sample_that_is_copied_in_part_only_has_no_half_made_parts() -> None:

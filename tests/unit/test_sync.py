@@ -594,6 +594,17 @@ def foreign(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([*momentum(module).param_groups[0]["params"], nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
+class HoldsFused(torch.optim.Optimizer):
+    """Makes its steps by another."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.one = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1, fused=True)
+
+    def step(self, closure: Any = None) -> None:
+        self.one.step()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -601,6 +612,7 @@ def foreign(module: nn.Module) -> torch.optim.Optimizer:
         ({"optimizer": lambda module: 3}, "returned int"),
         ({"optimizer": foreign}, "not the model's"),
         ({"optimizer": lambda module: torch.optim.SGD(module.parameters(), fused=True)}, "fused SGD.*leave out fused"),
+        ({"optimizer": lambda module: HoldsFused(module.parameters())}, "fused SGD.*leave out fused"),
         ({"scheduler": plateau}, "ReduceLROnPlateau"),
         ({"scheduler": lambda optimizer: "cosine"}, "returned str"),
     ],

@@ -280,10 +280,11 @@ class CheckpointStore:
         return nbytes, digest.hexdigest()
 
     def _prune(self, saved: Path) -> None:
-        """Remove older revisions of ``saved`` and the oldest records over ``keep``; a failure costs only space."""
+        """Remove older revisions of ``saved`` and the oldest records over ``keep``; a failure costs only space. What
+        another run has written stays, and counts for nothing."""
         step, doomed = _order(saved)[0], []
         try:
-            others = [path for path in self._listed() if path != saved]
+            others = [path for path in self._listed() if path != saved and not self._other(self.meta(path))]
             kept = sorted({_order(path)[0] for path in others} - {step}, reverse=True)[: self._keep - 1]
             failpoint("checkpoint.prune.before")
             for path in others:

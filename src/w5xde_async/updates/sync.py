@@ -610,8 +610,9 @@ def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
 
 def _check_fused(made: torch.optim.Optimizer) -> None:
     """Torch's fused SGD adds the wrong gradients to parameters in half precision on the CPU (seen with torch 2.13)."""
-    for group in made.param_groups if isinstance(made, torch.optim.SGD) else ():
-        for parameter in group["params"] if group.get("fused") else ():
+    stepping = [one for one in (made, *optimizers_in(made).values()) if isinstance(one, torch.optim.SGD)]
+    for group in [group for one in stepping for group in one.param_groups if group.get("fused")]:
+        for parameter in group["params"]:
             if parameter.requires_grad and parameter.device.type == "cpu" and parameter.dtype in _HALF:
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 raise JobError(

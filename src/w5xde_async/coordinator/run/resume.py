@@ -94,7 +94,7 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
         if (other := record.meta.get("run_id")) not in (None, directory.run_id):
             notes.append(f"its checkpoint was written by run {other}; from here on it is run {directory.run_id}")
         if num_skipped:
-            notes.append(f"the run goes on from the checkpoint of step {record.step}, the newest whole one")
+            notes.append(f"the run goes on from the checkpoint of step {record.step}, the newest whole one of this run")
         notes.extend(f"a later checkpoint was set aside as {path}" for path in store.abandon_after(record.step))
         if 0 < point.step < spec.total_steps:
             notes.extend(_forgotten(strategy, [] if record is None else record.beside))
@@ -168,18 +168,21 @@ def _find(
         return store.load(Path(config.resume)), 0
     record, skipped = store.latest()
     notes.extend(f"checkpoint {passed.path} was passed over: {passed.reason}" for passed in skipped)
-    if record is None and (others := [passed for passed in skipped if passed.run_id]):
+    others = [passed for passed in skipped if passed.run_id]
+    own = [passed for passed in skipped if not passed.run_id]
+    if record is None and others and not own:
         raise CheckpointMismatch(
             str(directory.identity_path),
             f"it is of run {directory.run_id}, and the checkpoints are of run {others[0].run_id}: put run.json of that "
             "run back from a copy; or, where it is the checkpoints that do not belong here, move them away, or go on "
             f"from one with --resume {others[0].path}",
         )
-    if record is None and skipped:
+    if record is None and own:
+        beside = f"; {others[0].path} is of run {others[0].run_id}" if others else ""
         raise CheckpointMismatch(
             str(directory.checkpoints_path),
-            f"none of the {len(skipped)} checkpoints is whole ({skipped[0].reason}); "
-            "--resume never starts afresh and sets them aside",
+            f"none of the {len(own)} checkpoints is whole ({own[0].reason}); "
+            f"--resume never starts afresh and sets them aside{beside}",
         )
     return record, len(skipped)
 

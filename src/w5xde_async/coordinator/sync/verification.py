@@ -642,9 +642,9 @@ class Verification:
                 self._context.phase.warn(
                     f"worker {liar} reports another {name} than {honest} and the coordinator, for a block of step "
                     f"{held.step} ({says}, not {is_}): nothing is trained on it, so its results count, but "
-                    "what the run shows of it may be wrong; unless that number depends on the machine (a time, its "
-                    "memory), do not trust that worker: to put it out, write its name, or id, into the run "
-                    "directory's file revoked"
+                    "what the run shows of it may be wrong. Where it goes by the machine (a time, its memory, a share "
+                    "of answers, of which another kind of device finds one the other way) nothing is amiss; else do "
+                    "not trust that worker: to put it out, write its name, or id, into the run directory's file revoked"
                 )
         return True
 

@@ -240,7 +240,7 @@ class Session:
         self.outbox = Outbox(link, clock=clock)
         self._clock, self._wall = clock, wall
         self._closing = self._mismatch = False
-        self.told = asyncio.Event()  #: its last message has left
+        self.told = asyncio.Event()  #: its last message has left, or its link has ended
         self._scratch = bytearray()
         self._garbage = 0
         self._aggregating = False
@@ -383,6 +383,7 @@ class Session:
                     self._admission.left(self, reason, clean=clean)
             finally:
                 self.ended.set()
+                self.told.set()  # or never will
 
     async def _greet(self) -> bool:
         received = await self.link.recv()
