@@ -126,7 +126,7 @@ async def test_who_is_refused_leaves_a_trace_and_no_flood(monkeypatch: pytest.Mo
             "the token is missing or wrong (2 more were refused for such a reason since that was told last)"
         )
         assert coordinator._run is not None
-        assert coordinator._run.training.roster.num_refused == 8
+        assert coordinator._run.training.roster.contributions.links_refused == 8
 
 
 async def test_one_who_sits_between_with_his_own_certificate_passes_no_proof_on(tmp_path: Path):

@@ -166,8 +166,8 @@ class StatusSampler:
             leaves_in_vain=counts.leaves_wasted, leases_stale=counts.stale, leases_duplicate=counts.duplicate,
             leases_rejected=counts.rejected, leases_backed_up=counts.backed_up, bytes_sent=sent,
             bytes_received=received, uptime_s=now - self._began, host_bytes=host_bytes(),
-            refused=roster.num_refused, residuals_lost=roster.contributions.residuals_lost, downlink_raw_bytes=raw,
-            downlink_encoded_bytes=encoded, bad_samples=len(training.context.loader.bad),
+            refused=roster.contributions.links_refused, residuals_lost=roster.contributions.residuals_lost,
+            downlink_raw_bytes=raw, downlink_encoded_bytes=encoded, bad_samples=len(training.context.loader.bad),
             sample_bytes=training.context.loader.sample_bytes,
         )  # fmt: skip
 

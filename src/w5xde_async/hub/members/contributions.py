@@ -28,6 +28,7 @@ class Contributions:
         self._own_s = 0.0
         self.steps_skipped = 0  #: without an update: not finite, or refused
         self.residuals_lost = 0  #: workers that vanished with what a lossy codec had left out
+        self.links_refused = 0  #: that were not let in
 
     def skip(self, steps: int) -> None:
         """``steps`` were left without an update."""

@@ -137,7 +137,6 @@ class Roster:
         self._part_of: dict[Session, Island] = {}
         self._meeting = Meeting()
         self._quarantined: set[str] = set()  # ids
-        self.num_refused = 0  #: links that were not let in
         self._refusals: dict[RefusalCode, tuple[float, int]] = {}  # when it was told of one, and of how many not since
         self._other_code = False  # whether somebody has been named that has it
         self._last_word: Refusal | None = None  # the run has ended for its workers: what those hear that come now
@@ -523,7 +522,7 @@ class Roster:
         """Who is not let in was told so. One line a minute for each code: strangers are not to fill a log."""
         if code in _NO_FAULT:
             return
-        self.num_refused += 1
+        self.contributions.links_refused += 1
         now, (said_at, untold) = self._clock(), self._refusals.get(code, (-math.inf, 0))
         if now - said_at < _REFUSALS_SAID_S:
             self._refusals[code] = said_at, untold + 1
