@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.errors import UsageError
+from w5xde_async.parallel import unit_forward
 from w5xde_async.parallel.unit_forward import keep_apart
 
 
@@ -73,6 +74,26 @@ def test_what_cannot_be_copied_is_refused() -> None:
     unit = Table(lambda rows, x: rows)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UsageError, match="would cast to half precision once"):
         unit(torch.zeros(1))
+
+
+def test_an_object_that_holds_itself_is_looked_through_once() -> None:
+    made: dict[str, Any] = {}
+    made["itself"] = [made]
+    result = SimpleNamespace(made=made)
+    assert Table(lambda rows, x: result)(torch.zeros(1)) is result
+    with pytest.raises(UsageError, match="in an object"):
+        Table(lambda rows, x: SimpleNamespace(made=made, rows=rows))(torch.zeros(1))
+
+
+def test_a_bounded_part_of_a_large_object_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[Tensor] = []
+    place = unit_forward._place
+    monkeypatch.setattr(unit_forward, "_place", lambda tensor: (looked_at.append(tensor), place(tensor))[1])
+    many = dict.fromkeys(range(5000), torch.ones(1))
+    Table(lambda rows, x: SimpleNamespace(many=many))(torch.zeros(1))
+    assert len(looked_at) <= 200
+    with pytest.raises(UsageError, match="in an object"):
+        Table(lambda rows, x: SimpleNamespace(many=many, rows={"of": [rows[0]]}))(torch.zeros(1))
 
 
 def test_a_pass_without_gradients_leaves_no_casts() -> None:

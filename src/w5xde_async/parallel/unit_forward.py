@@ -7,8 +7,10 @@ pass was, after it has left the unit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from functools import partial, wraps
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -63,10 +65,30 @@ def _leave(unit: str, places: _Places, result: Any) -> Any:
         if isinstance(one, Tensor):
             found = found or _place(one) in places
         elif hasattr(one, "__dict__") and not isinstance(one, nn.Module | type):
-            for held in tree_leaves(vars(one)):
-                if isinstance(held, Tensor) and (place := _place(held)) in places:
+            for held in _held_by(one):
+                if (place := _place(held)) in places:
                     raise UsageError(_IN_AN_OBJECT.format(name=places[place][0], unit=unit, kind=type(one).__name__))
     return tree_map(partial(_copied, unit, places, {}), result) if found else result
+
+
+_MOST_LOOKED_AT = 100  # in one container, and of containers: an object may carry a vocabulary, or hold itself
+
+
+def _held_by(one: Any) -> Iterator[Tensor]:
+    """The tensors among an object's attributes, and in containers there; not all, where there are very many."""
+    containers: list[Any] = [vars(one)]
+    seen = {id(containers[0])}
+    for container in containers:  # which grow on the way
+        for held in islice(container.values() if isinstance(container, dict) else container, _MOST_LOOKED_AT):
+            if isinstance(held, Tensor):
+                yield held
+            elif (
+                isinstance(held, dict | list | tuple | deque)
+                and id(held) not in seen
+                and len(containers) < _MOST_LOOKED_AT
+            ):
+                seen.add(id(held))
+                containers.append(held)
 
 
 _IN_AN_OBJECT = (
