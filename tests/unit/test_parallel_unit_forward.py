@@ -63,6 +63,25 @@ def test_two_views_of_one_parameter_leave_in_the_same_memory() -> None:
     assert one.tolist() == [[1, 2, 3, 4], [0, 0, 0, 0]]
 
 
+def test_of_a_large_parameter_what_a_view_reaches_is_copied_and_no_more() -> None:
+    table = nn.Parameter(torch.randn(3000, 4))
+    slices = slice(0, 2), slice(701, 709), slice(705, 2000, 900), slice(2999, 3000), slice(2500, 2500), slice(0, 0)
+    unit = nn.Module()
+    unit.forward = lambda: [table[rows] for rows in slices]
+    keep_apart(unit, "tables.0", {"tables.0.table": table})
+    found = unit()
+    for one, rows in zip(found, slices, strict=True):
+        assert torch.equal(one, table[rows])
+        assert one.stride() == table[rows].stride()
+        assert (one.storage_offset() - table[rows].storage_offset()) * 4 % 256 == 0
+        assert torch.equal(torch.autograd.grad(one.sum(), table)[0], torch.autograd.grad(table[rows].sum(), table)[0])
+    sizes = [one.untyped_storage().nbytes() for one in found]
+    assert sizes[0] == 32
+    assert found[1].untyped_storage().data_ptr() == found[2].untyped_storage().data_ptr()
+    assert max(sizes[1:3]) <= (1605 - 701 + 1) * 16 + 256
+    assert max(sizes[3:]) <= 16 + 256
+
+
 def test_what_lies_elsewhere_is_left_as_it_is() -> None:
     made = torch.ones(2), torch.ones(2).to_sparse(), SimpleNamespace(value=torch.ones(1))
     assert all(one is other for one, other in zip(Table(lambda *_: made)(torch.zeros(1)), made, strict=True))

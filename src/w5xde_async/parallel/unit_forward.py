@@ -8,7 +8,8 @@ pass was, after it has left the unit.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import islice
 from typing import Any, cast
@@ -60,15 +61,16 @@ _Places = Mapping[int, tuple[str, Tensor | None]]
 
 def _leave(unit: str, places: _Places, result: Any) -> Any:
     """What a unit returns, as it may."""
-    found = False
+    found: list[Tensor] = []
     for one in tree_leaves(result):
         if isinstance(one, Tensor):
-            found = found or _place(one) in places
+            if _place(one) in places:
+                found.append(one)
         elif hasattr(one, "__dict__") and not isinstance(one, nn.Module | type):
             for held in _held_by(one):
                 if (place := _place(held)) in places:
                     raise UsageError(_IN_AN_OBJECT.format(name=places[place][0], unit=unit, kind=type(one).__name__))
-    return tree_map(partial(_copied, unit, places, {}), result) if found else result
+    return tree_map(partial(_copied, unit, places, _Copies(found)), result) if found else result
 
 
 _MOST_LOOKED_AT = 100  # in one container, and of containers: an object may carry a vocabulary, or hold itself
@@ -101,32 +103,76 @@ _CAST_ONCE = (
 )
 
 
-def _copied(unit: str, places: _Places, copies: dict[int, Any], one: Any) -> Any:
+def _copied(unit: str, places: _Places, copies: _Copies, one: Any) -> Any:
     """In other memory, where it lies in a parameter's."""
     if not isinstance(one, Tensor) or (place := _place(one)) not in places:
         return one
     name, parameter = places[place]
     if one is parameter and one.requires_grad and torch.is_autocast_enabled(one.device.type):
         raise UsageError(_CAST_ONCE.format(unit=unit, name=name))
-    if type(one) not in (Tensor, nn.Parameter) or one.is_conj() or one.is_neg() or _is_wrapped(one):
-        return one.clone()
-    if place not in copies:
-        copies[place] = cast(Any, one.untyped_storage()).clone()
-    return cast(Any, _Copied).apply(one, copies[place])
+    return cast(Any, _Copied).apply(one, *copies.of(one)) if _has_span(one) else one.clone()
+
+
+_ALIGNMENT = 256  # bytes: kernels go by how far an address is from a multiple of up to as many
+
+
+@dataclass(slots=True)
+class _Span:
+    """Bytes of a parameter's memory that views reach, and their copy."""
+
+    start: int
+    end: int
+    copy: torch.UntypedStorage | None = None
+
+
+class _Copies:
+    """Copies of what ``tensors`` reach of their memory. Those that overlap have one copy, as they have one memory."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._spans: dict[int, list[_Span]] = {}
+        for place, (start, end) in sorted((_place(one), _reach(one)) for one in tensors if _has_span(one)):
+            spans = self._spans.setdefault(place, [])
+            if spans and start < spans[-1].end:
+                spans[-1].end = max(end, spans[-1].end)
+            else:
+                spans.append(_Span(start, end))
+
+    def of(self, tensor: Tensor) -> tuple[torch.UntypedStorage, int]:
+        """The memory that a tensor's values are copied to, and which byte of theirs is its first."""
+        start, end = _reach(tensor)
+        span = next(span for span in self._spans[_place(tensor)] if span.start <= start and end <= span.end)
+        if span.copy is None:
+            span.copy = cast(Any, tensor.untyped_storage()[span.start : span.end]).clone()
+        return cast(Any, span.copy), span.start
+
+
+def _reach(tensor: Tensor) -> tuple[int, int]:
+    """From where, aligned, to where in its memory a tensor's values lie, in bytes."""
+    first, size = int(tensor.storage_offset()), tensor.element_size()
+    steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    count = 1 + int(steps) if tensor.numel() else 0
+    return first * size // _ALIGNMENT * _ALIGNMENT, (first + count) * size
+
+
+def _has_span(tensor: Tensor) -> bool:
+    """Whether its values are what lies in its memory, by its strides."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return plain and not (tensor.is_conj() or tensor.is_neg() or _is_wrapped(tensor))
 
 
 class _Copied(torch.autograd.Function):
-    """A tensor with the same values in a copy of its memory. Its strides are the same, by which kernels go, and its
-    gradient."""
+    """A tensor with the same values in a copy of its memory, from byte ``start``. Its strides are the same, by which
+    kernels go, and its gradient."""
 
     @staticmethod
-    def forward(_: Any, tensor: Tensor, memory: torch.UntypedStorage) -> Tensor:
+    def forward(_: Any, tensor: Tensor, memory: torch.UntypedStorage, start: int) -> Tensor:
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+        offset = tensor.storage_offset() - start // tensor.element_size()
+        return empty.set_(memory, offset, tensor.shape, tensor.stride())
 
     @staticmethod
     def backward(_: Any, gradient: Tensor) -> Any:
-        return gradient, None
+        return gradient, None, None
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
