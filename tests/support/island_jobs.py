@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -148,11 +149,13 @@ def odd(**changes: Any) -> Job:
 
 
 def measured(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, float]]:
-    """A step with metrics, of which not every leaf has each."""
+    """A step with metrics, of which not every leaf has each, and one is no number in some."""
     x, y = batch
     output = model(x)
-    metrics = {"right": float((output.argmax(-1) == y).float().mean())}
-    if float(x[0, 0]) > 0:
+    positive = float(x[0, 0]) > 0
+    right = float((output.argmax(-1) == y).float().mean())
+    metrics = {"undefined": 1.0 if positive else math.nan, "right": right}
+    if positive:
         metrics["positive"] = 1.0
     return F.cross_entropy(output, y), metrics
 

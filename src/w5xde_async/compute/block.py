@@ -69,7 +69,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputedBlock:
-    """What a block gave besides its sums; see messages.Done. ``vectors`` are to be released when they are sent."""
+    """What a block gave besides its sums; see messages.Done. ``vectors`` are to be released when they are sent.
+
+    ``firsts``: the leaf of the block that returned each metric first; empty where all leaves return the same.
+    """
 
     losses: tuple[float, ...]
     metric_names: tuple[str, ...]
@@ -80,6 +83,7 @@ class ComputedBlock:
     compute_s: float
     vectors: tuple[ResultVector, ...]
     drew: bool = False
+    firsts: tuple[int, ...] = ()
 
 
 class MetricNames:
@@ -215,9 +219,13 @@ class Block:
             before, weight = known.get(name, (None, 0))
             known[name] = (value if before is None else before + value, weight + samples)
 
-    def reported(self) -> tuple[tuple[str, ...], list[Tensor | float]]:
-        """Names, and for each leaf a value of each: its mean over the samples that have it, NaN where none has."""
-        names = tuple(dict.fromkeys([name for leaf in self.metrics for name in leaf]))
+    def reported(self) -> tuple[dict[str, int], list[Tensor | float]]:
+        """Names, each with the first leaf that has it, and for each leaf a value of each: its mean over the samples
+        that have it, NaN where none has."""
+        names: dict[str, int] = {}
+        for number, leaf in enumerate(self.metrics):
+            for name in leaf:
+                names.setdefault(name, number)
         if not names:
             return names, []
         values: list[Tensor | float] = []

@@ -368,7 +368,7 @@ class Engine:
             self.looks_closely = True
         if before is not None:
             self._check_parameters(block, before)
-        metric_names, values = block.reported()
+        names, values = block.reported()
         numbers = self._read([*block.losses, *values])
         losses, metrics = numbers[: len(block.losses)], numbers[len(block.losses) :]
         self._transfer.wait()
@@ -381,7 +381,7 @@ class Engine:
         self._overlap = not self._in_parts and not self._halving.tries
         return ComputedBlock(
             losses=losses,
-            metric_names=metric_names,
+            metric_names=tuple(names),
             metrics=metrics,
             untouched=_lacking(self.layout.trainable, block.touched),
             absent=_lacking(self._results, block.emitted),
@@ -389,6 +389,7 @@ class Engine:
             compute_s=self.clock() - began,
             vectors=(*block.spent, block.host_vector),
             drew=self._drew,
+            firsts=tuple(names.values()),
         )
 
     def _run(self, block: Block) -> None:

@@ -416,6 +416,7 @@ class ComposedEngine:
             leaves=list(mine) if told else [],
             losses=[float(loss) for loss in own.losses],
             names=list(names),
+            firsts=list(names.values()),
             metrics=[float(value) for value in values],
             untouched=[entry for entry in self.layout.trainable if entry not in changed],
             absent=[bucket.index for bucket in self.layout.result_buckets if changed.isdisjoint(bucket.entries)],

@@ -323,6 +323,7 @@ class FsdpEngine:
             leaves=list(mine),
             losses=[float(loss) for loss in own.losses],
             names=list(names),
+            firsts=list(names.values()),
             metrics=[float(value) for value in values],
             untouched=[index for index in self.layout.trainable if index not in now.touched],
             absent=[bucket.index for bucket in self.layout.result_buckets if bucket.index not in now.changed],

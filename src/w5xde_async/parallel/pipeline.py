@@ -449,12 +449,13 @@ class PipelineEngine:
                 now.emit(bucket.index, now.result.pieces[bucket.index])
 
     def _report(self, now: _Running) -> Report:
-        names, values = now.own.reported() if self._last else ((), [])
+        names, values = now.own.reported() if self._last else ({}, [])
         changed = now.touched | now.changed
         return Report(
             leaves=list(range(now.task.start, now.task.start + len(now.task.samples))) if self._last else [],
             losses=[float(loss) for loss in now.own.losses],
             names=list(names),
+            firsts=list(names.values()),
             metrics=[float(value) for value in values],
             untouched=[entry for entry in self.layout.trainable if entry not in now.touched],
             absent=[b.index for b in self.layout.result_buckets if changed.isdisjoint(b.entries)],

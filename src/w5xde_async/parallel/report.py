@@ -19,6 +19,7 @@ from w5xde_async.wire.messages import MOST_METRICS
 class Report(Struct, frozen=True, kw_only=True, array_like=True):
     """One rank's part. ``leaves`` that it computed, in the step's numbering; losses and metrics are theirs, in order.
 
+    ``firsts``: of ``names``, which of ``leaves`` returned each first; empty where all return the same.
     ``untouched`` and ``absent``: what is so as far as this rank knows; None where it knows nothing. ``failed``: the
     leaf on which the job's code raised, or -1.
     """
@@ -26,6 +27,7 @@ class Report(Struct, frozen=True, kw_only=True, array_like=True):
     leaves: list[int] = []
     losses: list[float] = []
     names: list[str] = []
+    firsts: list[int] = []
     metrics: list[float] = []
     untouched: list[int] | None = None
     absent: list[int] | None = None
@@ -43,6 +45,7 @@ class Report(Struct, frozen=True, kw_only=True, array_like=True):
             leaves=list(leaves),
             losses=list(outcome.losses),
             names=list(outcome.metric_names),
+            firsts=list(outcome.firsts),
             metrics=list(outcome.metrics),
             untouched=list(outcome.untouched),
             absent=list(outcome.absent),
@@ -89,7 +92,7 @@ def outcome_of(
 ) -> ComputedBlock:
     """The block's outcome as rank ``rank`` gives it out."""
     computed = [report for report in reports if report.leaves]
-    names: tuple[str, ...] = ()
+    names: dict[str, int] = {}
     losses: list[float] = []
     metrics: list[float] = []
     if rank == 0:
@@ -100,15 +103,22 @@ def outcome_of(
                 values = report.metrics[number * width : (number + 1) * width]
                 rows.append((leaf, report.losses[number], dict(zip(report.names, values, strict=True))))
         rows.sort(key=lambda row: row[0])
-        # As they come leaf by leaf; a leaf that lacks one has NaN.
-        found = dict.fromkeys(name for *_, row in rows for name, value in row.items() if not math.isnan(value))
-        names = tuple(found | dict.fromkeys(name for *_, row in rows for name in row))[:MOST_METRICS]
+        # As they come leaf by leaf; a leaf that lacks one has NaN, as has one whose value that is.
+        numbers = {leaf: number for number, (leaf, *_) in enumerate(rows)}
+        found = (
+            (numbers[report.leaves[report.firsts[at] if report.firsts else 0]], at, name)
+            for report in computed
+            for at, name in enumerate(report.names)
+        )
+        for first, _, name in sorted(found):
+            if name in names or len(names) < MOST_METRICS:
+                names.setdefault(name, first)
         for _, loss, row in rows:
             losses.append(loss)
             metrics.extend(row.get(name, math.nan) for name in names)
     return ComputedBlock(
         losses=tuple(losses),
-        metric_names=names,
+        metric_names=tuple(names),
         metrics=tuple(metrics),
         untouched=_in_all([report.untouched for report in reports]),
         absent=_in_all([report.absent for report in reports]),
@@ -116,6 +126,7 @@ def outcome_of(
         compute_s=compute_s,
         vectors=cast(Any, tuple(vectors)),
         drew=any(report.drew for report in reports),
+        firsts=tuple(names.values()),
     )
 
 
