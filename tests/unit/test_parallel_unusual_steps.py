@@ -124,6 +124,25 @@ class Compiled(Prompted):
             part.compile(backend="eager")
 
 
+class Unbroken(Plain):
+    """Each of its blocks is compiled as one graph, in which nobody else may look at parameters."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.down(torch.tanh(self.up(x)))
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+        for block in self.blocks:
+            block.compile(backend="eager", fullgraph=True)
+
+
 class Handing(nn.Module):
     """Blocks that return their tables: a row, the whole, and without a gradient."""
 
@@ -207,6 +226,7 @@ JOBS = {
     "returns parameters": _job(Prompted),
     "and so in bf16": _job(Prompted, precision="bf16"),
     "and compiled": _job(Compiled, _taught, precision="bf16"),
+    "and in one graph each": _job(Unbroken, precision="bf16"),
     "returns views": _job(Handing, accumulate_grad_batches=2),
     "and views in bf16": _job(Handing, precision="bf16"),
     "returns parameters themselves": _job(Given),
@@ -215,7 +235,10 @@ JOBS = {
 }
 
 #: Computed once more in backward, they find nothing frozen; and torch compiles no checkpoints of a kind.
-ONCE = {"freezes blocks", "freezes the last", "freezes a layer", "alternates", "all at once", "and compiled"}
+ONCE = {
+    "freezes blocks", "freezes the last", "freezes a layer", "alternates", "all at once", "and compiled",
+    "and in one graph each",
+}  # fmt: skip
 
 
 def _divided(model: nn.Module, mesh: Any) -> None:

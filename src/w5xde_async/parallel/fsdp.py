@@ -538,7 +538,8 @@ class FsdpEngine:
             for entry, (whole, part) in found:
                 held.append(Held(whole, told[entry].name, entry in trained))
                 held.append(Held(part, told[entry].name, entry in trained, lands=False))
-            units.append((unit.module, [(told[entry].name, whole) for entry, (whole, _) in found if entry in kept]))
+            if unit.module._compiled_call_impl is None:  # other hooks would have it compiled anew
+                units.append((unit.module, [(told[entry].name, whole) for entry, (whole, _) in found if entry in kept]))
         return FixedParameters(model, held, small, units, self.device)
 
     def _forward(self, held: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
