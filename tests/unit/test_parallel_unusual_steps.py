@@ -91,6 +91,38 @@ def _alternates(model: nn.Module, batch: Any) -> Tensor:
     return _frozen(model, batch, *(("first", "blocks") if float(batch[0][0, 0]) > 0 else ("blocks.1", "head")))
 
 
+class Partly(Plain):
+    """Frozen: a block, and beside what is trained a bias in half precision."""
+
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.values = nn.Parameter(torch.randn(8, dtype=torch.float16), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.values
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].add_module("shift", self.Shift())
+
+
+def _melts(model: nn.Module, batch: Any) -> Tensor:
+    """Half of the microbatches melt in the end what was frozen from the first, too, which they do not train."""
+    x, y = batch
+    model.requires_grad_(False)
+    with torch.no_grad():
+        told = model(x)
+    trained = [model.get_submodule(part) for part in ("first", "blocks.0", "blocks.2.0", "blocks.2.2", "head")]
+    for module in trained:
+        module.requires_grad_(True)
+    out = model(x)
+    for module in (model, *trained):
+        module.requires_grad_(module is not model or float(x[0, 0]) > 0)
+    return F.cross_entropy(out, y) + F.mse_loss(out, told * 0.9)
+
+
 class Prompted(nn.Module):
     """Learned queries beside other parts."""
 
@@ -223,6 +255,8 @@ JOBS = {
     "freezes the last": _job(Plain, _freezes_the_last, precision="bf16"),
     "freezes a layer": _job(Plain, _freezes_a_layer, accumulate_grad_batches=2),
     "alternates": _job(Plain, _alternates, accumulate_grad_batches=2),
+    "melts": _job(Partly, _melts),
+    "melts in microbatches": _job(Partly, _melts, accumulate_grad_batches=2),
     "returns parameters": _job(Prompted),
     "and so in bf16": _job(Prompted, precision="bf16"),
     "and compiled": _job(Compiled, _taught, precision="bf16"),
@@ -237,7 +271,7 @@ JOBS = {
 #: Computed once more in backward, they find nothing frozen; and torch compiles no checkpoints of a kind.
 ONCE = {
     "freezes blocks", "freezes the last", "freezes a layer", "alternates", "all at once", "and compiled",
-    "and in one graph each",
+    "and in one graph each", "melts", "melts in microbatches",
 }  # fmt: skip
 
 

@@ -85,6 +85,21 @@ def refuse_gradients(frozen: Iterable[tuple[Any, str]]) -> None:
             raise TypeError(trained_otherwise(name, begun=False))
 
 
+@contextmanager
+def frozen_again(frozen: Sequence[tuple[Any, str]]) -> Iterator[None]:
+    """While gradients are exchanged: what a step has melted would be exchanged as well. Raises TypeError where one has
+    a gradient."""
+    refuse_gradients(frozen)
+    melted = [parameter for parameter, _ in frozen if parameter.requires_grad]
+    for parameter in melted:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in melted:  # else a gradient that comes late would not show
+            parameter.requires_grad_(True)
+
+
 class Held(NamedTuple):
     """A tensor that stands for a parameter: of one that ``fully_shard`` divides there are two, a part and the whole."""
 
@@ -152,8 +167,8 @@ class FixedParameters:
         refuse_others(self._model, self._held)
         for parameter in self._model.parameters():
             one = self._held[id(parameter)]
-            if parameter.requires_grad is not one.trained:
-                raise TypeError(trained_otherwise(one.name, begun=one.trained))
+            if one.trained and not parameter.requires_grad:  # frozen ones may be melted, and get no gradient
+                raise TypeError(trained_otherwise(one.name, begun=True))
 
     def close(self) -> None:
         """Let the model go."""

@@ -56,7 +56,7 @@ from w5xde_async.compute.block import (
 )
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.engine import LeafError
-from w5xde_async.compute.fixed import FixedParameters, Held, renormed
+from w5xde_async.compute.fixed import FixedParameters, Held, frozen_again, renormed
 from w5xde_async.errors import UsageError
 from w5xde_async.parallel.data_parallel import shard_of
 from w5xde_async.parallel.engine import EmitPieces, LoneLeafError
@@ -459,10 +459,8 @@ class ComposedEngine:
         for parameter in self._gathered.values():
             parameter.grad = None
         for unit in self._units:
-            state: Any = cast(Any, unit)._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one
-            for held in [state._fsdp_param_group] if groups is None else groups:
-                for parameter in () if held is None else held.fsdp_params:
+            for held in _groups_of(unit):
+                for parameter in held.fsdp_params:
                     parameter.unsharded_accumulated_grad = None  # of earlier microbatches, in another dtype
 
     # -- building ------------------------------------------------------------------------------------------
@@ -582,6 +580,9 @@ class ComposedEngine:
                 elif parameter.requires_grad:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._landed, entry)))
         unit.reshard()
+        frozen = [(parameter, name) for name, parameter in whole.items() if not parameter.requires_grad]
+        for held in _groups_of(unit):
+            held.post_backward = partial(_end_backward, frozen, held.post_backward)
         keep_apart(unit, told, whole)
 
     def _carry_hooks(self, entry: int, hooked: dict[int, Tensor], taker: Any) -> None:
@@ -779,6 +780,19 @@ class _FirstDerivatives:
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
         return isinstance(tensor, DTensor) or id(tensor) in self._divided
+
+
+def _groups_of(unit: Any) -> list[Any]:
+    """What ``fully_shard`` exchanges together."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one
+    return [held for held in ([state._fsdp_param_group] if groups is None else groups) if held is not None]
+
+
+def _end_backward(frozen: Sequence[tuple[Any, str]], post_backward: Callable[..., None], *unused: Any) -> None:
+    """Have a unit's gradients exchanged."""
+    with frozen_again(frozen):
+        post_backward(*unused)
 
 
 def _plain(name: str) -> str:

@@ -51,7 +51,7 @@ from w5xde_async.compute.block import (
 )
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.engine import LeafError
-from w5xde_async.compute.fixed import FixedParameters, Held, renormed
+from w5xde_async.compute.fixed import FixedParameters, Held, frozen_again, renormed
 from w5xde_async.errors import UsageError, W5xdeError
 from w5xde_async.parallel.engine import EmitPieces, LoneLeafError
 from w5xde_async.parallel.group import Group
@@ -726,6 +726,7 @@ class _Unit:
         self._entries: list[int] = []
         self._free: list[Any] = []  # the parameters as they are while they are whole
         self._trained: list[Any] = []  # of these
+        self._frozen: list[tuple[Any, str]] = []  # and by name
         self._sharded: list[Any] = []
         self._hooks: list[Any] = []
         self._spare: list[Tensor] = []  # for sums: fresh memory costs page faults
@@ -765,6 +766,7 @@ class _Unit:
         self._trained = [parameter for parameter in self._free if parameter.requires_grad]
         names = [self._engine.layout.entries[entry].name for entry in self._entries]
         whole = dict(zip(names, self._free, strict=True))
+        self._frozen = [(parameter, name) for name, parameter in whole.items() if not parameter.requires_grad]
         keep_apart(self.module, self.name, whole, is_step=self.module is self._engine._whole)
         for entry, parameter in zip(self._entries, self._free, strict=True):
             if parameter.requires_grad:
@@ -815,7 +817,8 @@ class _Unit:
         for parameter in self._trained:
             if not parameter.requires_grad:
                 parameter.requires_grad_(True)
-        post_backward(*unused)
+        with frozen_again(self._frozen):
+            post_backward(*unused)
 
     def require_exchanged(self) -> None:
         """Raises UsageError for a gradient that has come after the exchange, and would be lost."""
@@ -832,6 +835,7 @@ class _Unit:
             hook.remove()
         self._free.clear()
         self._trained.clear()
+        self._frozen.clear()
         self._sharded.clear()
 
     def _landed(self, entry: int, parameter: Tensor) -> None:
