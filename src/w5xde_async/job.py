@@ -552,12 +552,20 @@ def _closure_over(model: nn.Module) -> str:
 def _is_held(own: Collection[int], value: object) -> bool:
     """Whether one of ``own`` is found in what a function holds, there or in containers: what is found elsewhere is
     copied with it."""
-    seen, waiting = set[tuple[int, bool]](), [(value, False, 0)]
+    return any(id(one) in own for one in held_by_functions(value))
+
+
+def held_by_functions(value: object, *, shared: bool = False) -> Iterator[object]:
+    """What functions in it hold, by their closures, defaults and global names, and what weak references do.
+    ``shared``: and the value itself, as arguments of a ``partial``."""
+    seen, waiting = set[tuple[int, bool]](), [(value, shared, 0)]
     while waiting:
         value, shared, depth = waiting.pop()
-        if shared and id(value) in own:
-            return True
-        if (id(value), shared) in seen or depth > _MOST_NESTED:
+        if (id(value), shared) in seen:
+            continue
+        if shared:
+            yield value
+        if depth > _MOST_NESTED:
             continue
         seen.add((id(value), shared))
         parts: Iterable[object] = ()
@@ -576,7 +584,6 @@ def _is_held(own: Collection[int], value: object) -> bool:
         elif isinstance(value, list | tuple | set):
             parts = value
         waiting.extend((one, shared, depth + 1) for one in islice(parts, _MOST_HELD))
-    return False
 
 
 def _globals_of(function: FunctionType) -> Iterator[object]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +176,50 @@ class Stepping(Hooked):
         self.blocks[1].bias.register_post_accumulate_grad_hook(step)
 
 
+class Holding(Hooked):
+    """A hook that computes with a parameter."""
+
+    def __init__(self, hang: Callable[[nn.Linear], Any]) -> None:
+        super().__init__()
+        hang(self.head)
+
+    @staticmethod
+    def by_module(layer: nn.Linear) -> None:
+        layer.weight.register_hook(lambda gradient: _shrunk(gradient, layer.weight))
+
+    @staticmethod
+    def early(layer: nn.Linear) -> None:
+        """Hung before the module takes the parameter."""
+        weight = nn.Parameter(torch.ones(3, 8))
+        weight.register_hook(lambda gradient: gradient * weight.norm())
+        layer.weight = weight
+
+    @staticmethod
+    def table(layer: nn.Linear) -> None:
+        table = dict(layer.named_parameters())
+        layer.weight.register_hook(lambda gradient: gradient.clone().mul_(table["bias"].detach().norm()))
+
+
+def _shrunk(gradient: Tensor, weight: Tensor) -> Tensor:
+    gradient = gradient.clone()
+    gradient[weight.detach().abs() > 0.2] = 0
+    return gradient
+
+
+HOLDING: list[Callable[[nn.Linear], Any]] = [
+    Holding.early,
+    Holding.table,
+    lambda layer: layer.weight.register_hook(lambda gradient, weight=layer.weight: _shrunk(gradient, weight)),
+    lambda layer: layer.weight.register_hook(partial(_shrunk, weight=layer.weight)),
+]
+
+
 def _hooked(group: Group) -> None:
     _alike(_of(Hooked), group, (4, 4, 4, 4), (4, 4, 3))
+    _alike(_of(partial(Holding, Holding.by_module)), group, (4, 4), (4, 3))
+    for hang in HOLDING:
+        with pytest.raises(UsageError, match=r"hook on the gradient of parameter 'head\.weight' holds a parameter"):
+            _island(_of(partial(Holding, hang)), group)
     job = _of(Stepping)
     together = _island(job, group)
     together.load(islands.changed_state(job))

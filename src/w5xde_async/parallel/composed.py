@@ -587,7 +587,7 @@ class ComposedEngine:
 
     def _carry_hooks(self, entry: int, hooked: dict[int, Tensor], taker: Any) -> None:
         """What is whole on this rank while it is computed with has the job's hooks on its gradient."""
-        carry_hooks(hooked.pop(entry), taker)
+        carry_hooks(hooked.pop(entry), taker, self.layout.entries[entry].name)
         if taker.requires_grad:
             self._hooks.append(taker.register_post_accumulate_grad_hook(partial(self._landed, entry)))
 

@@ -467,7 +467,7 @@ class FsdpEngine:
         for index in self._small:
             parameter = self._state[index]
             small = nn.Parameter(torch.zeros_like(parameter, device=self.device), requires_grad=parameter.requires_grad)
-            made[id(parameter)] = self._state[index] = carry_hooks(parameter, small)
+            made[id(parameter)] = self._state[index] = carry_hooks(parameter, small, self.layout.entries[index].name)
         _put(source.model, made)
         ignored = {cast(nn.Parameter, self._state[index]) for index in self._small}
         self.small_ids = set(map(id, ignored))
@@ -770,7 +770,8 @@ class _Unit:
         keep_apart(self.module, self.name, whole, is_step=self.module is self._engine._whole)
         for entry, parameter in zip(self._entries, self._free, strict=True):
             if parameter.requires_grad:
-                carry_hooks(self._engine.given(entry), cast(nn.Parameter, parameter))
+                name = self._engine.layout.entries[entry].name
+                carry_hooks(self._engine.given(entry), cast(nn.Parameter, parameter), name)
                 self._hooks.append(
                     parameter.register_post_accumulate_grad_hook(partial(self._landed, entry))
                 )  # fmt: skip

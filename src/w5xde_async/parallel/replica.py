@@ -27,7 +27,7 @@ from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.program.atoms import Atoms, Part, Sizes
 from w5xde_async.compute.program.program_job import skeleton
 from w5xde_async.errors import JobError, ProgramRefused, UsageError
-from w5xde_async.job import Job, StepFunction, build_model, require_copyable, step_function
+from w5xde_async.job import Job, StepFunction, build_model, held_by_functions, require_copyable, step_function
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout, named_state
 
@@ -250,7 +250,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _on_meta(parameter: Tensor) -> nn.Parameter:
-    return carry_hooks(
+    return _share_hooks(
         parameter, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
     )
 
@@ -315,11 +315,32 @@ def _in_memory(value: Any) -> Any:
 
 def is_hooked(parameter: Tensor) -> bool:
     """Whether somebody has hung a hook on its gradient."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return bool(_hooks_of(parameter))
 
 
-def carry_hooks(given: Tensor, taker: nn.Parameter) -> nn.Parameter:
-    """``taker``, which stands in the place of ``given``, with its hooks. Who has hung them can still take them off."""
+def _hooks_of(parameter: Tensor) -> list[Any]:
+    found = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return [hooks for hooks in found if hooks]
+
+
+def carry_hooks(given: Tensor, taker: nn.Parameter, name: str) -> nn.Parameter:
+    """``taker``, which stands in the place of ``given``, with its hooks. Who has hung them can still take them off.
+
+    Raises UsageError for one that would compute with what ``taker`` stands for: torch says nothing of most of that.
+    """
+    for hooks in _hooks_of(given) if taker.requires_grad else ():
+        for one in held_by_functions(hooks, shared=True):
+            # Without memory, or what it was before its module took it.
+            if isinstance(one, Tensor) and (one.is_meta or any(hooks is other for other in _hooks_of(one))):
+                raise UsageError(
+                    f"a hook on the gradient of parameter {name!r} holds a parameter itself (in its closure, a "
+                    "default, a partial or a global name), which has no values where the model is divided: have it "
+                    "take that from its module (lambda gradient: gradient + module.weight), or use dp"
+                )
+    return _share_hooks(given, taker)
+
+
+def _share_hooks(given: Tensor, taker: nn.Parameter) -> nn.Parameter:
     hooked, other = cast(Any, given), cast(Any, taker)
     if is_hooked(given) and taker.requires_grad:
         other._backward_hooks = hooked._backward_hooks
