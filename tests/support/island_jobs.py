@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -209,6 +210,18 @@ class Clipping(nn.Linear):
         return super().forward(x)
 
 
+class ClippedBy(nn.Linear):
+    """By a hook of its own, before or after its forward."""
+
+    def __init__(self, *sizes: int, after: bool) -> None:
+        super().__init__(*sizes)
+        hang = self.register_forward_hook if after else self.register_forward_pre_hook
+        hang(lambda *_: self.clip())
+
+    def clip(self) -> None:
+        self.weight.data.clamp_(-0.01, 0.01)
+
+
 class Plain(nn.Module):
     def __init__(self, layer: Callable[[int, int], nn.Module] = nn.Linear) -> None:
         super().__init__()
@@ -237,6 +250,11 @@ def trespassing() -> Iterator[tuple[Job, str]]:
         of(lambda model, x: model(x), lambda: Plain(Clipping)),
         r"the step changes parameter 'blocks\.0\.weight' itself",
     )
+    for after in (False, True):
+        yield (
+            of(lambda model, x: model(x), lambda after=after: Plain(partial(ClippedBy, after=after))),  # type: ignore[misc]
+            r"the step changes parameter 'blocks\.0\.weight' itself",
+        )
     yield of(_zeroing), "the step changed the model's gradients"
     yield of(_freezing), r"'blocks\.1\.weight' was trainable when the run began and is frozen now"
     yield of(_unfreezing), r"'blocks\.0\.weight' was frozen when the run began and is to be trained now"

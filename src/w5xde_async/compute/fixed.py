@@ -147,8 +147,7 @@ class FixedParameters:
         if looking:
             for module, watched in self._units:
                 seen: list[Values] = []
-                hooks.append(module.register_forward_pre_hook(partial(self._begins, watched, seen)))
-                hooks.append(module.register_forward_hook(partial(self._ends, watched, seen), prepend=True))
+                hooks += _hung(module, partial(self._begins, watched, seen), partial(self._ends, watched, seen))
         try:
             yield end
         finally:
@@ -194,6 +193,23 @@ class FixedParameters:
         if changed := now.changed(before):
             self._changed = changed[0]
             raise TypeError(CHANGED.format(name=self._changed))
+
+
+def _hung(module: nn.Module, begins: Any, ends: Any) -> list[Any]:
+    """Hooks of a unit that come first and last of those that have it whole: the job's may be those that change it."""
+    held: Any = module
+    state, pre, post = held._get_fsdp_state(), held._forward_pre_hooks, held._forward_hooks
+    hung = [module.register_forward_pre_hook(begins), module.register_forward_hook(ends, prepend=True)]
+    gathers, gives_up = (getattr(one, "id", None) for one in (
+        state._pre_forward_hook_handle, state._post_forward_hook_handle
+    ))  # fmt: skip
+    if gathers in pre and gives_up in post:  # else it is one of several that are gathered together
+        for key in list(pre)[list(pre).index(gathers) + 1 : -1]:
+            pre.move_to_end(key)
+        post.move_to_end(hung[1].id)
+        for key in list(post)[list(post).index(gives_up) : -1]:
+            post.move_to_end(key)
+    return hung
 
 
 def _of_gradient(parameter: Any) -> tuple[int, int]:
