@@ -452,7 +452,8 @@ async def test_a_worker_that_builds_its_model_while_the_coordinator_stops_hears_
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It reads nothing meanwhile, and finds out that nobody takes its heartbeats any more."""
-    built, broken, run = threading.Event(), asyncio.Event(), Connection._write
+    built, broken, run, hear = threading.Event(), asyncio.Event(), Connection._write, Connection._hear_the_last
+    waited: list[bool] = []
 
     def slowly() -> nn.Module:
         assert built.wait(30)
@@ -464,7 +465,16 @@ async def test_a_worker_that_builds_its_model_while_the_coordinator_stops_hears_
         finally:
             broken.set()
 
+    async def hear_beside_another(self: Connection) -> None:
+        """Whose model is built just then."""
+        other = asyncio.create_task(self._next(lambda *_: ()))
+        await settle()
+        waited.append(not other.done())
+        other.cancel()
+        await hear(self)
+
     monkeypatch.setattr(Connection, "_write", write)
+    monkeypatch.setattr(Connection, "_hear_the_last", hear_beside_another)
     config = replace(WORKER, connect_timeout_s=0.5)
     async with Coordinator(jobs.mlp_sgd(), config=settings(heartbeat_s=0.05)) as coordinator:
         assert coordinator._training is not None
@@ -482,6 +492,7 @@ async def test_a_worker_that_builds_its_model_while_the_coordinator_stops_hears_
         await building
     said = [message.partition(" reason=")[2] for message in caplog.messages if "joining again" in message]
     assert said == ["by hand"]
+    assert waited == [True], "two read from one link"
     assert not [message for message in caplog.messages if message.startswith("coordinator lost")]
 
 
@@ -495,6 +506,17 @@ async def test_a_worker_that_builds_its_model_is_sent_the_last_message_before_it
         run.training.roster.say_goodbye(ByeCode.STOPPING, "it is over")
         await asyncio.wait_for(ending, 5)
         assert session.told.is_set()
+
+
+async def test_nobody_waits_for_a_worker_whose_link_ends_before_it_has_the_last_message() -> None:
+    async with scripted() as run:
+        await run.worker("late", ready=False)
+        (session,) = run.training.roster.joining
+        ending = run.task(gone(run.training))
+        await settle()
+        assert not ending.done()
+        session.link.abort()
+        await asyncio.wait_for(ending, 1)  # less than the longest wait
 
 
 async def test_who_loses_its_link_right_before_the_end_hears_of_it() -> None:
