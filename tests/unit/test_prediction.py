@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.run.prediction import predict
+from w5xde_async.coordinator.run.prediction import Prediction, predict
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.facade.guava import DistributedConfig, Orchestrator
 from w5xde_async.job import Job
 from w5xde_async.predict import main
+from w5xde_async.telemetry import wording
 from w5xde_async.updates.config import UpdateConfig
 
 __all__ = ["calls", "no_secret_of_this_machine"]
@@ -65,9 +66,24 @@ def test_sizes_follow_from_model_optimizer_and_settings() -> None:
     assert told.worker_bytes > 3 * told.model_bytes
     most = predict(given, workers=200, device="cpu")
     assert most.for_workers_bytes > 10 * told.for_workers_bytes
-    assert most.step_s == most.leaf_s  # a leaf each
-    assert told.total_s == 6 * told.step_s == pytest.approx(6 * told.leaf_s)
+    assert most.step_s == most.leaf_s + most.update_s  # a leaf each, and then the coordinator's update
+    assert told.total_s == 6 * told.step_s == pytest.approx(6 * (told.leaf_s + told.update_s))
     assert 0 < told.leaf_s < 1
+    assert 0 < told.update_s < 1
+
+
+def test_updates_take_their_time_at_the_coordinator_or_at_each_worker() -> None:
+    """Of the same job: one after the other for all workers, or each worker's own."""
+
+    def told(rule: str) -> Prediction:
+        config = CoordinatorConfig(update=UpdateConfig(rule=rule))
+        return predict(job(batch_size=1, microbatch_size=1), config, workers=1000, device="cpu")
+
+    sync, late, local = told("sync"), told("async"), told("local")
+    assert sync.step_s == sync.leaf_s + sync.update_s
+    assert late.step_s == late.update_s
+    assert local.step_s == pytest.approx((local.leaf_s + local.update_s) / 1000)
+    assert f"{wording.brief(sync.update_s)} an update" in str(sync)
 
 
 def test_an_optimizer_is_given_dense_gradients_as_in_a_run() -> None:
@@ -122,9 +138,10 @@ def test_under_other_rules_a_lease_is_a_whole_step(rule: str) -> None:
     assert four.worker_bytes == one.worker_bytes
     assert four.up_bytes == pytest.approx(one.up_bytes / 4, abs=1)
     assert four.down_bytes == pytest.approx(one.down_bytes / 4, abs=1)
-    assert four.step_s == pytest.approx(8 * four.leaf_s / 4)
+    each = 8 * four.leaf_s + (0.0 if rule == "async" else four.update_s)
+    assert four.step_s == pytest.approx(max(each / 4, four.update_s if rule == "async" else 0.0))
     shared = predict(job(microbatch_size=4), workers=4, device="cpu")
-    assert shared.step_s == 2 * shared.leaf_s
+    assert shared.step_s == 2 * shared.leaf_s + shared.update_s
     assert shared.worker_bytes < four.worker_bytes
 
 

@@ -122,8 +122,8 @@ def activations_of(model: nn.Module, step: StepFunction, batch: Any, precision: 
             with users_code():
                 return _measured(forward, known, precision)
         except Exception as error:
-            reason = f"it needs values, or fails with them too: {in_one_line(error)}"
-            raise JobError("step", reason, "what it takes cannot be found without memory") from error
+            reason = f"what it takes cannot be found without computing it ({in_one_line(error)})"
+            raise JobError("step", reason, "w5xde predict measures it, on a machine that has room for it") from error
 
 
 def activations_of_stages(

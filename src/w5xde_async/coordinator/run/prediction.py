@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +25,7 @@ from w5xde_async.compute.program.tracing import probe_batches
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.memory_bound import memory_bound_bytes
 from w5xde_async.coordinator.run.startup import limits, sampler_of
+from w5xde_async.coordinator.run.strategy import update_device
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job, build_model, made_by, make_dense, shown_end, state_bytes, step_function
 from w5xde_async.params.layout import Layout
@@ -51,7 +52,9 @@ class Prediction:
                             many as it has leaves of the step (``most_results``). Under rules other than sync steps are
                             not shared out: each worker's part of what is sent for a step
     down_bytes              a worker receives for a step, batches included, in the same way
-    leaf_s, step_s, total_s  computing alone; ``total_s`` is infinite where there is no end
+    leaf_s                  forward and backward of a leaf
+    update_s                the optimizer's step: the coordinator's; a worker's own under local rules
+    step_s, total_s         of both; ``total_s`` is infinite where there is no end
     """
 
     workers: int
@@ -68,6 +71,7 @@ class Prediction:
     most_results: int
     down_bytes: int
     leaf_s: float
+    update_s: float
     step_s: float
     device: str
 
@@ -91,8 +95,9 @@ class Prediction:
             "activations",
             "network": f"a worker sends {size(self.up_bytes)}{more} and receives {size(self.down_bytes)} a step: "
             f"{on_lines}",
-            "time": f"{brief(self.step_s)} a step{end}, for computing alone, by {workers} like this machine "
-            f"({self.device}, {brief(self.leaf_s)} a leaf)",
+            "time": f"{brief(self.step_s)} a step{end}, without the network and what each step has beside: "
+            f"{workers} like this machine ({self.device}), {brief(self.leaf_s)} a leaf, {brief(self.update_s)} "
+            "an update",
         }
         return "\n".join(f"{label:<12} {text}" for label, text in rows.items())
 
@@ -127,7 +132,8 @@ def predict(job: Job, config: CoordinatorConfig | None = None, *, workers: int =
         samples = min(job.microbatch_samples, first.num_samples)
         batch = made_by("dataset", lambda: probe_batches(job, [samples])[0])
         activation_bytes, microbatch_s = made_by("step", lambda: _measured(job, model, batch, where))
-        optimizer_bytes = _optimizer_bytes(job, model)
+        model = model.to(update_device(config) or "cpu")
+        optimizer_bytes, update_s = made_by("optimizer", lambda: _updated(job, model))
         buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     sample_bytes = sum(tensor.numel() * tensor.element_size() for tensor in flatten(batch)[1]) / samples
     update = config.update
@@ -162,9 +168,19 @@ def predict(job: Job, config: CoordinatorConfig | None = None, *, workers: int =
         most_results=leaves if shared else 1,
         down_bytes=round((down + sent) / steps_at_once),
         leaf_s=leaf_s,
-        step_s=leaf_s * leaves / steps_at_once,
+        update_s=update_s,
+        step_s=_step_s(leaf_s * leaves, update_s, update, steps_at_once),
         device=str(where),
     )
+
+
+def _step_s(compute_s: float, update_s: float, update: UpdateConfig, at_once: int) -> float:
+    """Of the run: between one step's end and the next's, where ``at_once`` workers compute steps of their own."""
+    if update.local:
+        return (compute_s + update_s) / at_once
+    if update.rule == "sync":
+        return compute_s + update_s
+    return max(compute_s / at_once, update_s)
 
 
 def _kept_bytes(layout: Layout, update: UpdateConfig, leaves: int, optimizer_bytes: int) -> int:
@@ -205,15 +221,20 @@ def _measured(job: Job, model: nn.Module, batch: Any, device: torch.device) -> t
 
     with _counting_saved([*model.parameters(), *model.buffers(), *flatten(batch)[1]]) as saved:
         once()
+    return sum(saved.values()), _fastest(once)
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    """Seconds that it takes, the fewest of a few times."""
     fastest, spent = math.inf, 0.0
     for _ in range(_MOST_RUNS):
         began = time.perf_counter()
-        once()
+        call()
         took = time.perf_counter() - began
         fastest, spent = min(fastest, took), spent + took
         if spent > _TIMED_S:
             break
-    return sum(saved.values()), fastest
+    return fastest
 
 
 @contextmanager
@@ -234,16 +255,19 @@ def _counting_saved(known: Iterable[Tensor]) -> Iterator[dict[int, int]]:
         yield saved
 
 
-def _optimizer_bytes(job: Job, model: nn.Module) -> int:
-    """Of the state that the optimizer has after a step."""
+def _updated(job: Job, model: nn.Module) -> tuple[int, float]:
+    """Bytes of the state that the optimizer has after a step, and seconds of one."""
+    optimizer = job.optimizer(model)
+    make_dense(model)
+    optimizer.step()
+    one = next(model.parameters())
 
-    def made() -> int:
-        optimizer = job.optimizer(model)
-        make_dense(model)
+    def once() -> None:
         optimizer.step()
-        return state_bytes(optimizer)
+        if one.device.type != "cpu":
+            one.flatten()[:1].tolist()  # waits for the device
 
-    return made_by("optimizer", made)
+    return state_bytes(optimizer), _fastest(once)
 
 
 def _leaves(count: int) -> str:

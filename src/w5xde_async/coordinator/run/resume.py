@@ -277,8 +277,8 @@ def _identity(spec: RunSpec, strategy: Strategy) -> dict[str, Any]:
     return {
         "dataset length": job.num_samples if job.streamed else spec.sampler.num_samples,  # as the run goes by it
         "batch_size": job.batch_size,
+        "accumulate_grad_batches": job.accumulate_grad_batches,  # before what may follow from it
         "microbatch_size": job.microbatch_samples,
-        "accumulate_grad_batches": job.accumulate_grad_batches,
         "seed": job.seed,
         "shuffle": job.shuffle,
         "drop_last": job.drop_last,
@@ -326,12 +326,11 @@ def _restore(
             where, f"its checkpoint was not written by this version ({error!r}); {fresh}"
         ) from None
     difference = spec.layout.first_difference(theirs)
+    if directory.model_path.is_file() and would_begin_with(spec.layout, theirs):
+        fresh += f"; a run in another --run-dir begins with its weights by --init-from {directory.model_path}"
     if difference:
-        begins = f"; a run in another --run-dir begins with its weights by --init-from {directory.model_path}"
         raise CheckpointMismatch(
-            where,
-            f"its checkpoint is of another model ({difference}; there: the checkpoint); {fresh}"
-            f"{begins if directory.model_path.is_file() and would_begin_with(spec.layout, theirs) else ''}",
+            where, f"its checkpoint is of another model ({difference}; there: the checkpoint); {fresh}"
         )
     for name, value in _identity(spec, strategy).items():
         if identity.get(name) != value:
