@@ -6,9 +6,11 @@ import logging
 import os
 import posixpath
 import re
+import struct
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -229,6 +231,50 @@ def test_tensorboard_files(rate: float | None, tmp_path: Path):
     (file,) = (tmp_path / "tensorboard").iterdir()
     assert b"gradient_norm" in file.read_bytes()
     assert (b"learning_rate" in file.read_bytes()) == (rate is not None)
+
+
+def tensorboard_events(file: Path) -> list[Any]:
+    """What an event file holds."""
+    event_pb2: Any = pytest.importorskip("tensorboardX.proto.event_pb2")
+    raw, at, found = file.read_bytes(), 0, []
+    while at < len(raw):
+        (nbytes,) = struct.unpack("<Q", raw[at : at + 8])  # and its checksum, and one behind the event
+        found.append(event_pb2.Event.FromString(raw[at + 12 : at + 12 + nbytes]))
+        at += 16 + nbytes
+    return found
+
+
+def test_tensorboard_shows_steps_that_are_made_again_once(tmp_path: Path):
+    pytest.importorskip("tensorboardX")
+    for term, resumed_step, steps in ((1, 0, (1, 2, 3)), (2, 2, (3, 4))):
+        tracking = Tracking(["tensorboard"], tmp_path, interval_s=0.0)
+        tracking(replace(STARTED, term=term, resumed_step=resumed_step))
+        for step in steps:
+            tracking(committed(step))
+        tracking(FINISHED)
+        tracking.close()
+    first, second = map(tensorboard_events, sorted((tmp_path / "tensorboard").iterdir()))
+    assert [event.file_version for event in (first[0], second[0])] == ["brain.Event:2"] * 2
+    assert not any(event.HasField("session_log") for event in first)
+    assert [event.step for event in second if event.HasField("session_log")] == [3]  # from there on the first is void
+    shown = [event.step for event in second for value in event.summary.value if value.tag == "loss"]
+    assert shown == [3, 4]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device stands for a full disk")
+def test_tensorboard_on_a_full_disk_is_left_out_and_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    tensorboard: Any = pytest.importorskip("tensorboardX")
+    make = tensorboard.RecordWriter
+    monkeypatch.setattr(tensorboard, "RecordWriter", lambda path: make("/dev/full"))
+    tracking = Tracking(["tensorboard"], tmp_path, interval_s=0.0)
+    tracking(STARTED)
+    tracking(committed(1))
+    tracking(FINISHED)
+    tracking.close()
+    (said,) = caplog.messages
+    assert said.startswith("tracker left out name=tensorboard error=OSError: [Errno 28] No space left on device")
 
 
 def fake(name: str, **members: Any) -> ModuleType:

@@ -14,10 +14,12 @@ import math
 import os
 import queue
 import re
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from w5xde_async.errors import UsageError
 from w5xde_async.telemetry.events import Evaluated, Event, RunFinished, RunReported, RunStarted, StepCommitted
-from w5xde_async.telemetry.records import SECRETS, plain_fields
+from w5xde_async.telemetry.records import SECRETS, number, plain_fields
 from w5xde_async.users_code import users_code
 
 logger = logging.getLogger(__name__)
@@ -63,21 +65,43 @@ class Tracker(ABC):
 
 
 class TensorBoard(Tracker):
-    """Event files in ``folder/tensorboard``, or in the target."""
+    """Event files in ``folder/tensorboard``, or in the target.
+
+    Written here: tensorboardX's own writer does it on a thread that ends at the first error, a full disk's too, and
+    waits for that thread from then on.
+    """
 
     package, extra = "tensorboardX", "tensorboard"
 
     def begin(self, name: str, config: Config) -> None:
         path = Path(self.target) if self.target else self.folder / "tensorboard"
-        self._writer = import_module("tensorboardX").SummaryWriter(str(path), flush_secs=10)
-        self._writer.add_text("run", "\n".join(f"    {key} = {value}" for key, value in config.items()))
+        self._summary: Any = import_module("tensorboardX.summary")
+        self._proto: Any = import_module("tensorboardX.proto.event_pb2")
+        path.mkdir(parents=True, exist_ok=True)
+        file = path / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        self._records: Any = import_module("tensorboardX").RecordWriter(str(file))
+        text = "\n".join(f"    {key} = {value}" for key, value in config.items())
+        events: list[dict[str, Any]] = [{"file_version": "brain.Event:2"}]
+        if number(config.get("term")) > 1:  # an earlier start has shown steps that are made again
+            begun = self._proto.SessionLog(status=self._proto.SessionLog.START)
+            events.append({"session_log": begun, "step": int(number(config.get("resumed_step"))) + 1})
+        self._write(*events, {"summary": self._summary.text("run", text)})
 
     def log(self, step: int, values: Values) -> None:
-        for key, value in values.items():
-            self._writer.add_scalar(key, value, step)
+        self._write(*({"summary": self._summary.scalar(key, value), "step": step} for key, value in values.items()))
 
     def end(self, outcome: str) -> None:
-        self._writer.close()
+        self._records.close()
+
+    def _write(self, *events: Mapping[str, Any]) -> None:
+        try:
+            for event in events:
+                self._records.write(self._proto.Event(wall_time=time.time(), **event).SerializeToString())
+            self._records.flush()
+        except OSError:
+            with suppress(OSError):  # it tries to write what is left
+                self._records.close()
+            raise
 
 
 class Wandb(Tracker):
