@@ -24,6 +24,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+from urllib.parse import unquote_plus
 
 from w5xde_async.errors import UsageError
 from w5xde_async.telemetry.events import Evaluated, Event, RunFinished, RunReported, RunStarted, StepCommitted
@@ -35,6 +36,13 @@ logger = logging.getLogger(__name__)
 _CAPACITY = 4096
 _CLOSE_S = 30.0  # trackers may take so long for their last words
 _HANGS_S = 300.0  # one that has taken so long for one call hangs: these packages try again by themselves for minutes
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]+")  # of two letters at least: one is a drive
+#: What a database's address may say of the way to it; any other option may be a password, whatever it is called.
+_OPTIONS = frozenset(
+    ("charset", "connect_timeout", "driver", "encrypt", "ssl_ca", "sslmode", "sslrootcert", "trusted_connection",
+     "trustservercertificate", "uid", "user")
+)  # fmt: skip
 
 Config = dict[str, object]
 Values = Mapping[str, float]
@@ -202,22 +210,27 @@ def check_trackers(names: Sequence[str]) -> None:
         name, _, target = text.partition(":")
         if name not in TRACKERS:
             raise UsageError(f"there is no tracker {text!r}; give one of {', '.join(TRACKERS)}")
-        scheme, _, rest = target.partition("://")
-        place, _, query = rest.partition("?")
-        on_path = scheme in (
-            "http",
-            "https",
-            "file",
-            "sqlite",
-        )  # an @ may stand in one; a slash in a password elsewhere
-        user = (place.partition("/")[0] if on_path else place).rpartition("@")[0]
-        # To a server, a user's name may be a token.
-        if ":" in user or (user and scheme in ("http", "https")) or re.search(r"(?i)passw|token|secret", query):
+        if _may_tell(target):
             raise UsageError(
-                f"--tracker: {name}'s target holds a password, and settings are shown; of a server set "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, of a database what its client reads "
-                "(PGPASSWORD)"
+                f"--tracker: {name}'s target holds a password, or an option that may be one, and settings are shown; "
+                "of a server set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, of a database what its client "
+                "reads (PGPASSWORD)"
             )
+
+
+def _may_tell(target: str) -> bool:
+    """Whether a tracker's target is an address with a password, or with what may be one."""
+    scheme, _, rest = target.partition(":")
+    scheme = scheme.lower()
+    if not _SCHEME.fullmatch(scheme):
+        return False
+    if scheme in ("http", "https"):  # a user's name may be a token here, and an @ may stand in the path
+        return "@" in rest.lstrip("/").partition("/")[0] or "?" in rest or "#" in rest
+    if scheme in ("file", "sqlite"):
+        return "@" in rest.removeprefix("//").partition("/")[0]
+    place, _, options = rest.partition("?")
+    names = {option.partition("=")[0].strip().lower() for option in re.split("[&;]", unquote_plus(options)) if option}
+    return ":" in place.rpartition("@")[0] or "#" in rest or not names <= _OPTIONS
 
 
 class _Row(NamedTuple):
