@@ -346,6 +346,16 @@ def test_a_stranger_backs_up_the_only_one_that_is_known() -> None:
     assert ("new", 0) in desk.lease(1.0)
 
 
+def test_who_is_gone_leaves_nothing_behind() -> None:
+    farm = Farm(16, [0.0] * 4, [1.0] * 4)
+    farm.run(3)
+    for worker in list(farm.held):
+        farm.leave(worker)
+    scheduler = farm.scheduler
+    queues = (scheduler._refused, scheduler._timed, *scheduler._current, *scheduler._known, *scheduler._any)
+    assert [queue for queue in queues if queue] == []
+
+
 def test_where_nothing_is_to_be_leased_nobody_looks_again() -> None:
     """As where the coordinator computes short steps itself: a time that is past would be asked for for ever."""
     desk = Desk(1, known=["able", "other"])

@@ -107,12 +107,14 @@ class LeaseScheduler:
             self._workers[worker] = self._timed[worker] = None
             self._queue(worker)
         else:
-            self._workers.pop(worker, None)  # from the queues when it is its turn
+            self._workers.pop(worker, None)  # from the queues when it is its turn, or is gone
 
     def left(self, worker: str) -> None:
         """The worker is gone."""
         self._pacing.left(worker)
         self._free_since.pop(worker, None)
+        for queue in (self._refused, self._timed, *self._current, *self._known, *self._any):
+            queue.pop(worker, None)
         self._left_out.pop(worker, None)
 
     def observe(self, grant: BlockGrant, compute_s: float, now: float, *, result_s: float | None = None) -> None:
