@@ -667,7 +667,7 @@ async def test_a_worker_whose_links_fail_waits_longer_each_time(monkeypatch: pyt
         return await serve(self, prepare)
 
     monkeypatch.setattr(Connection, "run", unlucky)
-    monkeypatch.setattr("w5xde_async.worker.connection.dialing._pause_s", lambda links: pauses.append(links) or 0.0)
+    monkeypatch.setattr("w5xde_async.worker.connection.dialing._pause_s", lambda links, _: pauses.append(links) or 0.0)
     async with started() as coordinator:
         await finish(coordinator)
     assert pauses == [1, 2, 3]
@@ -677,7 +677,7 @@ async def test_a_coordinator_that_is_not_there_is_looked_for_at_growing_interval
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses: list[int] = []
-    monkeypatch.setattr("w5xde_async.worker.connection.dialing._pause_s", lambda links: pauses.append(links) or 0.0)
+    monkeypatch.setattr("w5xde_async.worker.connection.dialing._pause_s", lambda links, _: pauses.append(links) or 0.0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     task = asyncio.create_task(Worker(address, job=tiny(), config=QUICK_WORKER).run())
@@ -701,7 +701,7 @@ async def test_a_link_that_ended_with_its_coordinator_has_not_failed(monkeypatch
         raise LinkLost("", "planted")
 
     monkeypatch.setattr(Connection, "run", unlucky)
-    monkeypatch.setattr("w5xde_async.worker.connection.dialing._pause_s", lambda links: pauses.append(links) or 0.0)
+    monkeypatch.setattr("w5xde_async.worker.connection.dialing._pause_s", lambda links, _: pauses.append(links) or 0.0)
     async with started() as coordinator:
         worker = Worker(coordinator.address, job=tiny(), config=QUICK_WORKER)
         task = asyncio.create_task(worker.run())

@@ -85,7 +85,7 @@ async def test_whatever_a_member_says_the_others_run_is_the_same(
     kind: type[Message], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pytestconfig: pytest.Config
 ) -> None:
     """Every field of every message that a worker may send, at every extreme, beside an honest worker."""
-    monkeypatch.setattr("w5xde_async.worker.connection.dialing._pause_s", lambda links: 0.0)
+    monkeypatch.setattr("w5xde_async.worker.connection.dialing._pause_s", lambda links, _: 0.0)
     told = list(lying.lies(kind, everything=pytestconfig.getoption("--every-lie")))
     commits, events = Commits(), list[Event]()
     commits.bus.subscribe(events.append)

@@ -56,9 +56,6 @@ def in_virtual_world(seed: str, knobs: random.Random) -> Iterator[None]:
         if random.Random(f"{seed}/threads").random() < 0.3:
             for owner, name, value in _SLOWLY:
                 put(owner, name, value)
-        state = random.getstate()
-        undo.append(lambda: random.setstate(state))
-        random.seed(f"{seed}/jitter")  # of retries
         yield
     finally:
         for step in reversed(undo):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -410,7 +411,8 @@ def test_a_silent_coordinator_is_given_up_before_there_is_a_model(asks: bool, en
 
 
 def test_pauses_grow_and_have_a_limit() -> None:
-    pauses = [_pause_s(links) for links in range(1, 100)]
+    jitter = random.Random(0)
+    pauses = [_pause_s(links, jitter) for links in range(1, 100)]
     assert 0.05 <= pauses[0] <= 0.1
     assert all(pause <= _LONGEST_PAUSE_S for pause in pauses)
     assert min(pauses[10:]) >= _LONGEST_PAUSE_S / 2

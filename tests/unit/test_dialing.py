@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import random
 import re
 import ssl
 from collections.abc import Awaitable, Callable
@@ -152,6 +153,27 @@ def test_where_it_is_may_be_waited_for_alone(run: Any, tmp_path: Path) -> None:
             await world.dialer(join_file=tmp_path / "none", limit_s=20.0).find()
 
     run(main)
+
+
+def test_it_draws_from_a_generator_of_its_own(run: Any) -> None:
+    """The process's belongs to the block that another worker computes; and a fleet may be seeded alike."""
+
+    async def main(world: World) -> None:
+        dialer = world.dialer("127.0.0.1:77", limit_s=20.0)
+        dialer.link_ended(failed=True, applied=False, heard="")
+        with pytest.raises(Unreachable):
+            await dialer.join()
+
+    before, tried = random.getstate(), []
+    try:
+        for _ in range(2):
+            random.seed(5)
+            seeded = random.getstate()
+            tried.append([when for _, when in run(main).tried])
+            assert random.getstate() == seeded
+    finally:
+        random.setstate(before)
+    assert not set(tried[0]) & set(tried[1])
 
 
 def test_who_was_answered_does_not_say_that_nobody_did(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,7 @@ class Dialer:
         self.worker_id = member_id(self.config.identity, self._key)
         self.name = config.name or f"{socket.gethostname()}-{os.getpid()}"
         self.traffic = Traffic()
+        self._jitter = random.Random(runtime.random_bytes(16))  # the process's own belongs to a block being computed
         self._terms: dict[str, int] = {}  # run -> the highest term served
         self._heard = ""  # what the last coordinator said that it did
         self._failed_links = 0  # in a row: ended without a goodbye and without a lease that was applied
@@ -214,7 +215,7 @@ class Dialer:
         if given is not None:
             return await self._try_to_join(self.config.connect_timeout_s, given)
         if self._failed_links:
-            await asyncio.sleep(_pause_s(self._failed_links))
+            await asyncio.sleep(_pause_s(self._failed_links, self._jitter))
         return await self._again_and_again(self._try_to_join)
 
     async def _again_and_again(self, attempt_once: Callable[[float], Awaitable[_Found]]) -> _Found:
@@ -244,7 +245,7 @@ class Dialer:
                     level, "no coordinator yet server=%s reason=%s gives_up_in_s=%.0f", where, self._reason, left_s
                 )
             failed += 1
-            await asyncio.sleep(_pause_s(min(failed, _LONGER_PAUSES)))
+            await asyncio.sleep(_pause_s(min(failed, _LONGER_PAUSES), self._jitter))
 
     async def _read_join_file(self) -> None:
         """Where the coordinator is now. Raises _NotNow, and UsageError for a machine that will not do."""
@@ -392,6 +393,6 @@ def _too_late(link: Link) -> str:
     return f"it accepted the connection and then {'did not say all' if link.bytes_received else 'said nothing'} in time"
 
 
-def _pause_s(failed: int) -> float:
+def _pause_s(failed: int, jitter: random.Random) -> float:
     """Twice as long after each failed link or attempt, with jitter: no lease is to go round in milliseconds."""
-    return min(_FIRST_PAUSE_S * 2.0 ** min(failed - 1, 32), _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+    return min(_FIRST_PAUSE_S * 2.0 ** min(failed - 1, 32), _LONGEST_PAUSE_S) * jitter.uniform(0.5, 1.0)
