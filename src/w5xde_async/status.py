@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import http.client
 import json
+import math
 import os
 import ssl
 import sys
@@ -31,6 +32,7 @@ from w5xde_async.process import note, say, without_loop
 from w5xde_async.store.filesystem import read_regular
 from w5xde_async.telemetry import wording
 from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
+from w5xde_async.telemetry.records import number
 
 _LINK = "W5XDE_DASHBOARD_LINK"  # the link as it was printed, with its token and its certificate's hash
 _DEFAULT_PORT = 5556
@@ -42,6 +44,13 @@ _SILENT_S = 40.0  # a dashboard says something every 15 s
 _ENDED = ("finished", "stopped", "failed")
 _MOST_BYTES = 64 << 20  # of one answer: two thousand workers with their timelines are a quarter of that
 _SHOWN = ("run", "status", "workers")
+#: Of these, what is shown as a number.
+_COUNTS = ("step", "total_steps", "leaves", "leaves_in_vain", "bad_samples")
+_OF_STATUS = ("loss", "samples_per_s", "sample_bytes", "uptime_s")
+_OF_WORKER = (
+    "busy", "leaves_per_s", "share", "rtt_s", "bytes_sent", "bytes_received", "device_bytes", "host_bytes"
+)  # fmt: skip
+_NOT_FINITE = ("nan", "inf", "-inf")  # of which JSON has no word
 _DISPENSABLE = (
     "data from",
     "link",
@@ -173,7 +182,7 @@ def _of_run(run_dir: Path | None) -> _Dashboard:
     if run_dir is None and (told := _told()) is not None:
         return _Dashboard(told)
     if run_dir is None:
-        found = sorted(Path("runs").glob(f"*/{LINK_FILE}"), key=lambda path: path.stat().st_mtime)
+        found = sorted(Path("runs").glob(f"*/{LINK_FILE}"), key=_written_at)
         if not found:
             raise UsageError("no run in ./runs shows a dashboard; give --run-dir DIR or --server HOST:PORT")
         path = found[-1]
@@ -187,6 +196,13 @@ def _of_run(run_dir: Path | None) -> _Dashboard:
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
     return _Dashboard(link, path.parent)
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # its coordinator ends just now
+        return 0.0
 
 
 def _run_id(run_dir: Path) -> str | None:
@@ -351,9 +367,27 @@ def _checked(found: Any) -> dict[str, Any]:
     run, status, workers = (found[name] for name in _SHOWN)
     if not isinstance(run, dict) or not isinstance(status, dict) or "state" not in status:
         raise _NoDashboard
-    if not isinstance(workers, list) or not all(isinstance(w, dict) and "worker_id" in w for w in workers):
+    if not isinstance(workers, list) or not all(isinstance(worker, dict) for worker in workers):
+        raise _NoDashboard
+    removed = found.get("removed", [])
+    if not isinstance(removed, list):
+        raise _NoDashboard
+    ids = (*removed, *(worker.get("worker_id") for worker in workers))
+    numbers = [*map(status.get, _OF_STATUS), *(worker.get(name) for worker in workers for name in _OF_WORKER)]
+    right = (
+        all(isinstance(one, str) for one in ids)
+        and all(map(_is_count, map(status.get, _COUNTS)))
+        and all(_is_count(value) or isinstance(value, float) or value in _NOT_FINITE for value in numbers)
+        and math.isfinite(number(status.get("uptime_s") or 0))
+    )
+    if not right:
         raise _NoDashboard
     return found
+
+
+def _is_count(value: object) -> bool:
+    """Or nothing."""
+    return value is None or (isinstance(value, int) and abs(value) < 1 << 63)
 
 
 class _Following(threading.Thread):
@@ -397,9 +431,9 @@ def _folded(known: dict[str, Any] | None, kind: str, data: dict[str, Any]) -> di
     """A snapshot, or what was known with an update to it, as ``_Dashboard.read`` answers."""
     if known is None or kind == "snapshot":
         return {name: data[name] for name in _SHOWN}
-    workers = {worker["worker_id"]: worker for worker in (*known["workers"], *data.get("workers", ()))}
-    for key in data.get("removed", ()):
-        workers.pop(key, None)
+    removed = data.get("removed", ())
+    stayed = [worker for worker in known["workers"] if worker["worker_id"] not in removed]
+    workers = {worker["worker_id"]: worker for worker in (*stayed, *data.get("workers", ()))}
     return {"run": known["run"], "status": data["status"], "workers": list(workers.values())}
 
 

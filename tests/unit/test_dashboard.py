@@ -436,6 +436,8 @@ async def test_only_so_many_viewers():
     assert not feed.full
     await anext(watching)
     assert feed.full
+    assert [data async for data in feed.watch()] == [b"retry: 1000\n\n"]  # was let in at the same time, came later
+    assert feed.num_viewers == 1
     await watching.aclose()
     assert not feed.full
 

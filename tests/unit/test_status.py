@@ -291,6 +291,38 @@ def test_an_update_is_folded_into_what_was_known():
     assert [(worker["worker_id"], worker.get("leaves")) for worker in known["workers"]] == [("a", 9), ("c", None)]
 
 
+def test_a_worker_that_was_forgotten_and_is_back_is_shown():
+    view = View()
+    view(STARTED)
+    for name in "abcdefg":
+        view(joined(name))
+    view.update()
+    known = status._folded(None, "snapshot", view.snapshot())
+    for number in range(40):  # more than are remembered
+        view(joined(str(number)))
+        view(left(str(number)))
+    view(left("a"))
+    for number in range(40):
+        view(joined(f"more {number}"))
+        view(left(f"more {number}"))
+    view(joined("a"))
+    update = view.update()
+    assert update is not None
+    assert "a" in update["removed"]
+    shown = {worker["worker_id"] for worker in status._folded(known, "update", update)["workers"]}
+    assert shown == {worker["worker_id"] for worker in view.workers()}
+    assert "a" in shown
+
+
+def test_a_run_that_ends_just_now_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    there, ends = Path("runs/one/dashboard"), Path("runs/ends/dashboard")
+    there.parent.mkdir(parents=True)
+    there.write_text("http://127.0.0.1:1/\n")
+    monkeypatch.setattr(Path, "glob", lambda place, pattern: iter([ends, there]))
+    assert status._of_run(None)._run_dir == there.parent
+
+
 @pytest.mark.parametrize("answer", [b"\x00\x00\x00\x40\x93\xc4\xff\x1b[2J\xe9\n" * 20, b""])
 async def test_the_port_of_the_workers_is_no_dashboard(answer: bytes, capsys: pytest.CaptureFixture[str]):
     async def answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -485,12 +517,22 @@ async def test_an_answer_that_is_no_dashboards_is_said_in_a_line(
         {"run": [], "status": {"state": "running"}, "workers": []},
         {"run": {}, "status": {"state": "running"}, "workers": [{"name": "a"}]},
         {"run": {}, "status": {"state": "running"}, "workers": ["a"]},
+        {"run": {}, "status": {"state": "running"}, "workers": [{"worker_id": ["a"]}]},
+        {"run": {}, "status": {"state": "running", "step": "x"}, "workers": []},
+        {"run": {}, "status": {"state": "running", "step": [1]}, "workers": []},
+        {"run": {}, "status": {"state": "running", "loss": {}}, "workers": []},
+        {"run": {}, "status": {"state": "running", "uptime_s": 10**400}, "workers": []},
+        {"run": {}, "status": {"state": "running", "uptime_s": "nan"}, "workers": []},
+        {"run": {}, "status": {"state": "running"}, "workers": [{"worker_id": "a", "busy": "much"}]},
+        {"run": {}, "status": {"state": "running"}, "workers": [], "removed": 7},
     ],
 )
 def test_what_lacks_what_is_shown_is_no_dashboards(found: dict[str, object]) -> None:
     with pytest.raises(status._NoDashboard):
         status._checked(found)
     assert status._checked({"run": {}, "status": {"state": "running"}, "workers": [{"worker_id": "a"}]})
+    odd = {"state": "running", "step": 1, "loss": "nan", "samples_per_s": None}
+    assert status._checked({"run": {}, "status": odd, "workers": [{"worker_id": "a", "rtt_s": 0.5}], "removed": ["b"]})
 
 
 async def test_a_watched_server_that_is_no_dashboard_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,10 +78,14 @@ class Feed:
         return self._snapshot
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
-        """A snapshot, then updates, until ``close`` or until the viewer goes."""
+        """A snapshot, then updates, until ``close`` or until the viewer goes. Nothing where it is full by now: others
+        may have come since this one was let in."""
         head = b"retry: 1000\n\n"
         if self._closed:
             yield head + self.snapshot()
+            return
+        if self.full:
+            yield head
             return
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_WAITING)
         self._viewers.add(queue)

@@ -43,12 +43,12 @@ const take = (data, whole) => {
   } else {
     rows.push(...(data.series || []));
     if (rows.length > MOST_ROWS) rows = thin(rows);
+    for (const id of data.removed || []) { workers.delete(id); lanes.delete(id); }
     for (const worker of data.workers || []) workers.set(worker.worker_id, worker);
     for (const [id, more] of Object.entries(data.timelines || {})) {
       const known = [...(lanes.get(id) || []), ...more];
       lanes.set(id, known.length > 2000 ? known.slice(-1500) : known);
     }
-    for (const id of data.removed || []) { workers.delete(id); lanes.delete(id); }
     evaluations.push(...(data.evaluations || []));
     checkpoints = [...checkpoints, ...(data.checkpoints || [])].slice(-50);
     logs = [...logs, ...(data.logs || [])].slice(-MOST_LOGS);
