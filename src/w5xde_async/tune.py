@@ -1,7 +1,8 @@
 """``w5xde tune``: which ``microbatch_size`` trains fastest on this machine.
 
 For each size a run is started as ``w5xde coordinator JOB --workers N`` starts it, without files, and is measured with
-one worker and with all of them. Beside it stands what a plain loop does with the same cores. Nothing is kept.
+one worker and, where there are more, with all. Beside it stands what a plain loop does with the same cores. Nothing is
+kept.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,17 @@ if TYPE_CHECKING:
 
 _LEAVES = (1, 2, 4, 8)  # of a step, for each worker
 _WARM_STEPS = 3  # a worker's first: it traces, compiles, and is given little
-_PATIENCE_S = 120.0  # until a worker has computed those
+_PATIENCE_S = 120.0  # until a worker has computed those; for one more step, too
 _CLEAR = 1.05  # times faster than the job's own size: less is chance
+
+#: What a measured run has of the settings: how it computes, checks and sends. Nothing else: a file or an address would
+#: be another run's, a limit would end the measuring. ``tls``: local workers are told of it by the same environment.
+_KEPT = (
+    "token", "tls", "heartbeat_s", "silence_s", "handshake_s", "bucket_bytes", "bulk_threads", "credit_bytes",
+    "numerics", "quarantine", "code_free", "pacing", "update", "auto", "update_device", "loader_threads",
+    "loader_processes", "prefetch_leaves", "max_bad_samples", "norm_gate", "audit_fraction", "audit_tolerance",
+    "max_leaf_failures",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +69,7 @@ def _prepare(
 ) -> Callable[[], Coroutine[Any, Any, int]]:
     config = settings.coordinator_config(token)
     assert settings.job is not None
-    workers, threads = settings.workers, settings.worker_threads or 1
+    workers, threads = max(settings.workers, 1), settings.worker_threads or 1
 
     from w5xde_async.compute.leaf_size import with_leaf_size
     from w5xde_async.job import build_model, load_job
@@ -123,7 +133,7 @@ def sizes(job: Job, workers: int, *, grows: bool = False) -> list[int]:
     and the job's own. ``grows``: of the others only those that a batch which grows can have, two whole leaves at least.
     Raises UsageError where a step has no leaf for each worker."""
     each = _step_samples(job) // job.accumulate_grad_batches
-    fewer = "fewer --workers, or " if each > 1 else ""  # there are two at least
+    fewer = "fewer --workers, or " if each else ""
     need(
         each >= workers,
         f"a step of {_step_samples(job)} samples has no leaf for each of {workers} workers; give {fewer}a larger "
@@ -161,8 +171,7 @@ async def measured(
         with_own_model(job), microbatch_size=size, max_steps=ENDLESS, epochs=None, scheduler=None, evaluate=None,
         stop_when=None, keep_best=None,
     )  # fmt: skip
-    alone = replace(config, host="127.0.0.1", port=0, dashboard="", min_workers=1, resume="never", max_steps=None,
-                    epochs=None, checkpoint_every=ENDLESS, durability="checkpoint", target_batch=None)  # fmt: skip
+    alone = _measuring(config)
     bus, samples, steps = Bus(), 0, 0
     committed = asyncio.Event()
 
@@ -174,26 +183,33 @@ async def measured(
 
     bus.subscribe(see, prompt=False)
 
-    async def rate(coordinator: Coordinator, count: int) -> float:
+    @asynccontextmanager
+    async def patience(coordinator: Coordinator, count: int) -> AsyncIterator[None]:
+        begun = steps
         try:
-            async with asyncio.timeout(_PATIENCE_S) as patience:
-                while coordinator.num_workers < count:
-                    await _next(committed)
-                warm = steps + _WARM_STEPS
-                while steps < warm:
-                    await _next(committed)
+            async with asyncio.timeout(_PATIENCE_S) as limit:
+                yield
         except TimeoutError:
-            if not patience.expired():
+            if not limit.expired():
                 raise
             raise LocalError(
                 f"microbatch_size={size}: {coordinator.num_workers} of {count} workers have joined and computed "
-                f"{steps} steps in {_PATIENCE_S:.0f} s: they import the job, compile it, or hang in it; start one with "
-                "w5xde coordinator JOB --workers 1 to see which"
+                f"{steps - begun} steps in {_PATIENCE_S:.0f} s: they import the job, compile it, hang in it, or need "
+                "so long for a step; start one with w5xde coordinator JOB --workers 1 to see which"
             ) from None
+
+    async def rate(coordinator: Coordinator, count: int) -> float:
+        async with patience(coordinator, count):
+            while coordinator.num_workers < count:
+                await _next(committed)
+            warm = steps + _WARM_STEPS
+            while steps < warm:
+                await _next(committed)
         began, before = time.perf_counter(), samples
         await asyncio.sleep(seconds)
-        while samples == before:  # a step takes longer
-            await _next(committed)
+        async with patience(coordinator, count):
+            while samples == before:  # a step takes longer
+                await _next(committed)
         return (samples - before) / (time.perf_counter() - began)
 
     async def _next(event: asyncio.Event) -> None:
@@ -202,7 +218,9 @@ async def measured(
         try:
             await asyncio.wait({happens, ended}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
-                ended.result()
+                raise LocalError(
+                    f"microbatch_size={size}: the run ended while it was measured: {ended.result().reason}"
+                )
         finally:
             happens.cancel()
 
@@ -217,13 +235,22 @@ async def measured(
         ))  # fmt: skip
         one = await rate(coordinator, 1)
         used = max((usage_of(pid).host_bytes for pid in local.processes.values()), default=0)
-        await local.scale(workers)
-        together = await rate(coordinator, workers)
+        together = one
+        if workers > 1:
+            await local.scale(workers)
+            together = await rate(coordinator, workers)
         coordinator.request_stop("measured")
         with suppress(asyncio.CancelledError):
             await ended
     leaves = -(-_step_samples(job) // (size * job.accumulate_grad_batches))
     return Row(microbatch=size, leaves=leaves, alone=one, together=together, worker_bytes=used)
+
+
+def _measuring(config: CoordinatorConfig) -> CoordinatorConfig:
+    from w5xde_async.job import ENDLESS
+
+    kept = {name: getattr(config, name) for name in _KEPT}
+    return type(config)(port=0, resume="never", checkpoint_every=ENDLESS, **kept)
 
 
 def plain_loop(job: Job, threads: int, seconds: float, stopped: threading.Event) -> float:
@@ -277,15 +304,15 @@ def report(job: Job, rows: Sequence[Row], plain: float | None, *, workers: int, 
     where a plain loop could not be measured."""
     from w5xde_async.telemetry import wording
 
-    own = _own_size(job)
-    lines = [
-        f"{'microbatch_size':>15}  {'leaves':>6}  {'1 worker':>10}  {f'{workers} workers':>10}  {'scaling':>7}  memory"
-    ]
+    own, several = _own_size(job), workers > 1
+    together = f"  {f'{workers} workers':>10}  {'scaling':>7}" if several else ""
+    lines = [f"{'microbatch_size':>15}  {'leaves':>6}  {'1 worker':>10}{together}  memory"]
     for row in rows:
         mark = "  (the job's)" if row.microbatch == own else ""
+        together = f"  {row.together:>10,.0f}  {row.together / row.alone:>7.2f}" if several else ""
         lines.append(
-            f"{row.microbatch:>15}  {row.leaves:>6}  {row.alone:>10,.0f}  {row.together:>10,.0f}  "
-            f"{row.together / row.alone:>7.2f}  {wording.size(row.worker_bytes)}{mark}"
+            f"{row.microbatch:>15}  {row.leaves:>6}  {row.alone:>10,.0f}{together}  "
+            f"{wording.size(row.worker_bytes)}{mark}"
         )
     said = f"Samples a second; workers of {threads} thread{'s' * (threads != 1)}."
     if plain is None:
@@ -299,7 +326,7 @@ def report(job: Job, rows: Sequence[Row], plain: float | None, *, workers: int, 
         shared = "" if best.leaves >= workers else f"; no step is shared out to {workers} workers then"
         lines.append(
             f"microbatch_size={best.microbatch},  # {best.together / present.together:.2f} times as fast as "
-            f"{own} with {workers} workers here; batch norm and dropout see a microbatch{shared}"
+            f"{own} with {workers} worker{'s' * several} here; batch norm and dropout see a microbatch{shared}"
         )
     else:
         lines.append(f"microbatch_size={own} is as good as any here.")

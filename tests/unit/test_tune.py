@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from threading import Event
+from typing import ClassVar
 
 import pytest
 import torch
@@ -19,11 +20,15 @@ from torch.utils.data import TensorDataset
 
 from w5xde_async import tune
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import LeafFailed, LocalError, UsageError
 from w5xde_async.job import Job, build_model
+from w5xde_async.net.tls import TlsFiles
+from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.settings import read
 from w5xde_async.settings.programs import TuningSettings
 from w5xde_async.tune import Row, plain_loop, report, sizes
+from w5xde_async.updates.config import UpdateConfig
 
 
 def row(size: int, together: float, alone: float = 1000.0) -> Row:
@@ -76,18 +81,104 @@ def test_what_is_best_for_one_worker_is_named_too_and_what_nobody_shares() -> No
     assert "alone" not in said
 
 
-def test_workers_that_do_not_begin_are_told_of_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nobody(AsyncExitStack):
-        def __init__(self, *_: object, **__: object) -> None:
-            super().__init__()
+class _Workers(AsyncExitStack):
+    """None of them."""
 
+    processes: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__()
+
+
+def test_workers_that_do_not_begin_are_told_of_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr("w5xde_async.cluster.worker_processes.LocalWorkers", Nobody)
+    monkeypatch.setattr("w5xde_async.cluster.worker_processes.LocalWorkers", _Workers)
     running = tune.measured(jobs.mlp_sgd(), 16, "", CoordinatorConfig(), workers=2, threads=1, seconds=1.0)
     with pytest.raises(
         LocalError, match=r"^microbatch_size=16: 0 of 1 workers have joined and computed 0 steps in 0 s"
     ):
         asyncio.run(running)
+
+
+def test_a_step_that_does_not_end_is_told_of_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the first few, while it is measured."""
+    monkeypatch.setattr(tune, "_WARM_STEPS", 0)
+    monkeypatch.setattr(tune, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr("w5xde_async.cluster.worker_processes.LocalWorkers", _Workers)
+    monkeypatch.setattr("w5xde_async.coordinator.service.Coordinator.num_workers", 1)
+    running = tune.measured(jobs.mlp_sgd(), 16, "", CoordinatorConfig(), workers=1, threads=1, seconds=0.0)
+    with pytest.raises(LocalError, match=r"1 of 1 workers have joined and computed 0 steps in 0 s: .*hang in it"):
+        asyncio.run(asyncio.wait_for(running, 60))
+
+
+def test_a_run_that_ends_while_it_is_measured_is_told_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = Coordinator.start
+
+    async def start(self: Coordinator) -> None:
+        await ends(self)
+        self.request_stop("planted")
+
+    monkeypatch.setattr(Coordinator, "start", start)
+    monkeypatch.setattr("w5xde_async.cluster.worker_processes.LocalWorkers", _Workers)
+    running = tune.measured(jobs.mlp_sgd(), 16, "", CoordinatorConfig(), workers=2, threads=1, seconds=1.0)
+    with pytest.raises(LocalError, match=r"^microbatch_size=16: the run ended while it was measured: planted"):
+        asyncio.run(asyncio.wait_for(running, 60))
+
+
+#: Of every setting a value that is not the default, and whether a measured run has it.
+_TOLD = {
+    "token": ("a token that is long enough: 9f8e7d6c", True), "tls": (TlsFiles(Path("cert"), Path("key")), True),
+    "insecure": (True, False), "host": ("127.0.0.2", False), "port": (5678, False), "join_file": (Path("join"), False),
+    "advertise": ("example.org", False), "heartbeat_s": (2.0, True), "silence_s": (20.0, True),
+    "handshake_s": (20.0, True), "join_s": (1.0, False), "bucket_bytes": (1 << 20, True), "bulk_threads": (7, True),
+    "credit_bytes": (1 << 20, True), "min_workers": (2, False), "max_workers": (2, False), "grace_s": (1e6, False),
+    "numerics": ("any", True), "quarantine": (False, True), "code_free": (True, True), "island": ("pp=2", False),
+    "pacing": (PacingConfig(leases_ahead=3), True), "update": (UpdateConfig(codec="lz4"), True),
+    "loader_threads": (2, True), "loader_processes": (2, True), "prefetch_leaves": (65, True),
+    "max_bad_samples": (2, True), "checkpoint_every": (7, False), "checkpoint_time_s": (7.0, False),
+    "keep_checkpoints": (7, False), "durability": ("journal", False), "resume": ("step-7", False),
+    "evaluate": (False, False), "dashboard": ("127.0.0.1:5679", False), "trackers": (("tensorboard",), False),
+    "norm_gate": (7.0, True), "audit_fraction": (0.1, True), "audit_tolerance": (0.1, True),
+    "max_leaf_failures": (7, True), "max_nonfinite_steps": (7, False), "max_steps": (7, False), "epochs": (7, False),
+    "max_time_s": (7.0, False), "auto": (True, True), "init_from": (Path("model.safetensors"), False),
+    "override": ("optimizer.lr=1", False), "update_device": ("cuda", True), "target_batch": (512, False),
+    "batch_patience": (7, False),
+}  # fmt: skip
+
+
+def test_a_measured_run_has_no_file_address_or_limit_of_the_settings() -> None:
+    """As a join file, which would be written over another run's. A setting that is new is not passed on either."""
+    assert set(_TOLD) == {each.name for each in fields(CoordinatorConfig)}
+    for name, (value, kept) in _TOLD.items():
+        told = CoordinatorConfig()
+        object.__setattr__(told, name, value)  # whatever it goes with
+        assert getattr(told, name) != getattr(CoordinatorConfig(), name), name
+        assert (getattr(tune._measuring(told), name) == value) is kept, name
+
+
+def test_one_worker_alone_has_one_column() -> None:
+    job = replace(jobs.mlp_sgd(), batch_size=64, microbatch_size=None)
+    said = report(job, [row(32, 1500.0, 1500.0), row(8, 1000.0)], 100.0, workers=1, threads=2)
+    assert said.splitlines()[0].split() == ["microbatch_size", "leaves", "1", "worker", "memory"]
+    assert said.splitlines()[1].split() == ["32", "2", "1,500", "200", "MB"]
+    assert "microbatch_size=32,  # 1.50 times as fast as 8 with 1 worker here; batch" in said
+
+
+@pytest.mark.usefixtures("as_a_program")
+@pytest.mark.parametrize("given", ["0", "1"])  # as a coordinator's command line, and what it prints with --print-config
+def test_a_coordinators_number_of_workers_will_do(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(_JOB)
+    counts = []
+
+    async def measured(job: Job, size: int, *_: object, workers: int, **__: object) -> Row:
+        counts.append(workers)
+        return row(size, 1500.0)
+
+    monkeypatch.setattr(tune, "measured", measured)
+    monkeypatch.setattr(tune, "plain_loop", lambda *_: 100.0)
+    settings, _ = read(TuningSettings, [f"{tmp_path / 'train.py'}:job", "--workers", given], prog="tune")
+    assert asyncio.run(tune._prepare(settings, "")()) == 0
+    assert set(counts) == {1}
 
 
 def test_a_plain_loop_leaves_the_job_and_torch_as_they_were() -> None:

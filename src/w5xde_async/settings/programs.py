@@ -304,7 +304,7 @@ class TuningSettings(CoordinatorSettings):
     ending = _EXIT_CODES
     everyday = "job workers worker_threads seconds update codec"
 
-    workers: int = setting(2, "workers to measure with, beside one", whole(2), "workers")
+    workers: int = setting(2, "workers to measure with, beside one; 0 and 1: one alone", whole(0), "workers")
     seconds: float = setting(3.0, "of each measurement; two for each size", TIME, "the run")
 
 
