@@ -7,13 +7,14 @@ import copy
 import importlib
 import json
 import logging
+import random
 import re
 import signal
 import socket
 import sys
 import threading
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import CheckpointMismatch, LeafFailed, PortInUse, StoreError, UsageError
 from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator
-from w5xde_async.facade.guava.loaders import reading_of
+from w5xde_async.facade.guava.loaders import check_validation, reading_of
 from w5xde_async.facade.guava.workers import network_worker as program
 from w5xde_async.plan.numerics import EXACT, FIRST
 from w5xde_async.plan.sampler import Sampler
@@ -389,6 +390,70 @@ def test_a_samplers_order_is_another_each_epoch_and_the_same_each_time() -> None
     assert order(0)[:12] != order(0)[12:]
     given = reading_of(BATCHES["weighted"](), DistributedConfig(num_workers=5), seed=0, epochs=2)
     assert given.steps_per_epoch == 3  # evaluated as often as there are epochs
+
+
+class Turning(Mine):
+    """What it gives next depends on what it has given, of whatever kind that is."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.data_source = data
+        self.rng, self.epoch, self.indices = random.Random(0), 0, list(range(len(data)))
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        self.rng.shuffle(self.indices)
+        return iter([index for index in self.indices if (index + self.epoch) % 4])
+
+
+class Held(Turning):
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.lock = threading.Lock()  # has no copy
+
+
+class Uncopied(TensorDataset):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("the data was copied")
+
+
+@pytest.mark.parametrize("sampler", [
+    lambda data: WeightedRandomSampler([1.0] * len(data), 16, generator=torch.Generator().manual_seed(3)), Turning,
+])  # fmt: skip
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_prediction_leaves_the_order_of_the_training_that_follows_as_it_is(
+    sampler: Callable[[Any], Any], batched: bool
+) -> None:
+    data = Uncopied(*dataset(16).tensors)
+    orchestrator = Orchestrator(DistributedConfig())
+    orchestrator.register_model(linear())
+
+    def orders(predicts: bool) -> Iterator[list[Any]]:
+        loader = DataLoader(data, batch_size=4 if batched else None, sampler=sampler(data))
+        for _ in range(2):
+            if predicts:
+                orchestrator.predict(loader, 2)
+            yield orchestrator._job_of(loader, 2)[1].dataset._order
+
+    once, again = orders(False)
+    assert once != again  # each training goes on with the sampler
+    assert list(orders(True)) == [once, again]
+
+
+def test_a_sampler_that_a_prediction_cannot_copy_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    given = reading_of(
+        DataLoader(dataset(), batch_size=4, sampler=Held(dataset())), DistributedConfig(), seed=0, looks_ahead=True
+    )
+    assert len(given.dataset) == 9
+    assert "the DataLoader's BatchSampler cannot be copied (TypeError: cannot pickle" in caplog.text
+
+
+def test_a_loader_for_validation_is_not_begun_to_be_looked_at() -> None:
+    """That would draw from torch's generator, and start its processes."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    check_validation(DataLoader(dataset(), batch_size=4))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("kind", ["plain", "list", "no batch_size"])

@@ -7,10 +7,11 @@ all epochs.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import (
@@ -22,7 +23,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from w5xde_async.errors import UsageError
+from w5xde_async.errors import UsageError, in_one_line
 from w5xde_async.facade.guava.config import DistributedConfig
 from w5xde_async.randomness import random_state, seed_all
 
@@ -49,9 +50,11 @@ class Reading:
     steps_per_epoch: int | None = None
 
 
-def reading_of(loader: Any, config: DistributedConfig, *, seed: int, epochs: int = 1) -> Reading:
+def reading_of(
+    loader: Any, config: DistributedConfig, *, seed: int, epochs: int = 1, looks_ahead: bool = False
+) -> Reading:
     """Of a DataLoader, a list of batches, or a map-style dataset, which is shuffled and read with the config's
-    ``batch_size``.
+    ``batch_size``. ``looks_ahead``: a sampler that draws from a generator of its own is left where it is.
 
     Raises UsageError for what can be read only once: iterable datasets, generators, loaders of one's own.
     """
@@ -77,7 +80,10 @@ def reading_of(loader: Any, config: DistributedConfig, *, seed: int, epochs: int
     shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
     plain = loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler
     if not plain or not (shuffled or type(sampler) is SequentialSampler):
-        return _in_its_own_order(loader, seed, epochs, processes, config.batches_per_step)
+        chosen = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        if looks_ahead:
+            chosen = _apart(chosen, loader.dataset)
+        return _in_its_own_order(loader, chosen, seed, epochs, processes, config.batches_per_step)
     assert loader.batch_size is not None
     return Reading(
         dataset=loader.dataset,
@@ -92,7 +98,7 @@ def reading_of(loader: Any, config: DistributedConfig, *, seed: int, epochs: int
 
 def check_again_and_again(batches: Any) -> None:
     """Raises UsageError for a generator, or another iterator, which is at its end after one pass."""
-    if isinstance(batches, Iterable) and iter(batches) is batches:
+    if isinstance(batches, Iterator) and iter(batches) is batches:  # of a DataLoader it would draw, and start processes
         raise UsageError(f"a {type(batches).__name__} is no loader: {_ONCE}")
 
 
@@ -121,13 +127,27 @@ def _check_batch_size(config: DistributedConfig, batch_size: int | None) -> None
         )  # fmt: skip
 
 
-def _in_its_own_order(loader: DataLoader[Any], seed: int, epochs: int, processes: int, workers: int) -> Reading:
+def _apart(sampler: Any, dataset: Any) -> Any:
+    """A copy, which moves on in the sampler's place; what it samples from is not copied."""
+    data = (dataset, *(getattr(one, "data_source", None) for one in (sampler, getattr(sampler, "sampler", None))))
+    try:
+        return copy.deepcopy(sampler, {id(one): one for one in data})
+    except Exception as error:
+        logger.warning(
+            "the DataLoader's %s cannot be copied (%s): asked for its order now, it may give another in training",
+            type(sampler).__name__, in_one_line(error),
+        )  # fmt: skip
+        return sampler
+
+
+def _in_its_own_order(
+    loader: DataLoader[Any], chosen: Any, seed: int, epochs: int, processes: int, workers: int
+) -> Reading:
     """The sampler says which samples make each batch, of every epoch. To the job all of them are one epoch.
 
     So a step of ``workers`` batches may go on from one into the next, which is said where it does.
     """
     order: list[Any] = []
-    chosen = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     name = type(chosen).__name__
     per_epoch = 0
     with random_state():

@@ -151,7 +151,7 @@ class Orchestrator:
 
         Computes a few microbatches here with a copy of the model; nothing is written. Raises JobError, UsageError.
         """
-        job, _ = self._job_of(dataloader, num_epochs)
+        job, _ = self._job_of(dataloader, num_epochs, looks_ahead=True)
         need(
             not self.config.island,
             "predict is about workers that hold the whole model; w5xde memory says what each part of one takes "
@@ -228,7 +228,13 @@ class Orchestrator:
     # -- the run -------------------------------------------------------------------------------------------
 
     def _job_of(
-        self, dataloader: Any, num_epochs: int, val_dataloader: Any = None, val_interval: int | None = None
+        self,
+        dataloader: Any,
+        num_epochs: int,
+        val_dataloader: Any = None,
+        val_interval: int | None = None,
+        *,
+        looks_ahead: bool = False,
     ) -> tuple[Job, Reading]:
         """Raises UsageError, JobError for what cannot be trained."""
         config = self.config
@@ -236,7 +242,7 @@ class Orchestrator:
         config.require_possible()
         if self._model is None:
             raise UsageError("no model is registered: call register_model(model) first")
-        given = reading_of(dataloader, config, seed=self._seed, epochs=num_epochs)
+        given = reading_of(dataloader, config, seed=self._seed, epochs=num_epochs, looks_ahead=looks_ahead)
         if val_dataloader is not None:
             check_validation(val_dataloader)
         elif val_interval is not None:
