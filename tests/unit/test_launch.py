@@ -69,6 +69,17 @@ def told(command: Sequence[str]) -> dict[str, Any]:
         (("--", "--update", "local", "--durability", "journal"), "durability"),
         (("--worker-options", "--island-member foo"), "foo"),
         (("--worker-options", "--island-member auto"), "auto"),
+        (
+            ("--", "--help"),
+            "after --: --help, --version and --print-config start no run; give them to w5xde coordinator",
+        ),
+        (("--", "-h"), "after --: --help"),
+        (("--", "--help-all"), "after --: --help"),
+        (("--", "--version"), "after --: --help"),
+        (("--", "--print_config"), "after --: --help"),
+        (("--", "--exit-with-stdin"), "after --: --exit-with-stdin is for w5xde launch to say"),
+        (("--worker-options=--help",), "--worker-options: --help, --version and --print-config start no run"),
+        (("--worker-options=--exit-with-stdin",), "--worker-options: --exit-with-stdin is for"),
         (("--workers", "500"), "--workers 500 is more than --max-workers 256"),
     ],
 )
@@ -120,6 +131,20 @@ def test_the_environment_of_who_launches_is_not_the_runs(monkeypatch: pytest.Mon
     monkeypatch.setenv("W5XDE_JOIN_FILE", "elsewhere")
     monkeypatch.setenv("W5XDE_PORT", "nonsense")
     assert plan().run_dir == Path.cwd() / "runs" / "train"
+
+
+@pytest.mark.parametrize("engine", ["slurm", "ray", "k8s"])
+def test_variables_that_a_run_does_not_heed_are_named(
+    engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in ("RESUME", "never"), ("GRACE", "600"), ("ADVERTISE", "10.0.0.1"), ("CODEC", ""):
+        monkeypatch.setenv(f"W5XDE_{name}", value)
+    image = ["--image", "x"] if engine == "k8s" else []
+    assert main(["launch", engine, "train.py:job", "--workers", "3", "--print", *image]) == ExitCode.OK
+    said = capsys.readouterr().err.strip()
+    assert said == (
+        "w5xde launch: the run does not heed W5XDE_GRACE, W5XDE_RESUME of this environment: give flags in their place"
+    )
 
 
 # -- Kubernetes
@@ -370,6 +395,20 @@ def test_slurm_has_who_was_told_to_go_again_in_its_queue(
         assert given["join_file"] == slurm / "runs" / "train" / "join"
     job = "17" if role == "coordinator" else "17_3"
     assert rest == ([["scontrol", "requeue", job]] if code == 75 else [])
+
+
+@pytest.mark.parametrize("role", ["coordinator", "worker"])
+def test_what_no_engine_lets_flags_say_no_variable_says(
+    slurm: Path, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch gives a job the environment of who submits it: --resume never would begin anew at each start."""
+    main(["launch", "slurm", "train.py:job", "--workers", "3"])
+    fake(slurm / "bin", srun=f"env > {slurm}/environment")
+    for name in ("RESUME", "GRACE", "CONFIG", "TOKEN", "ADVERTISE", "OTHER"):
+        monkeypatch.setenv(f"W5XDE_{name}", "never")
+    subprocess.run(["bash", slurm / "runs/train/train.sh", role], check=True)
+    found = [line for line in (slurm / "environment").read_text().splitlines() if line.startswith("W5XDE_")]
+    assert sorted(found) == ["W5XDE_ADVERTISE=never", "W5XDE_TOKEN=never"]
 
 
 # -- Ray

@@ -43,8 +43,10 @@ class Starts:
 
     def __init__(self) -> None:
         self.let, self.process, self.error = asyncio.Event(), Process(), None
+        self.environment: dict[str, str] = {}
 
-    async def __call__(self, *_: str, **__: Any) -> Process:
+    async def __call__(self, *_: str, **options: Any) -> Process:
+        self.environment = options["env"]
         await self.let.wait()
         if self.error is not None:
             raise self.error
@@ -90,6 +92,19 @@ async def test_a_program_that_is_being_started_is_told_to_leave_as_soon_as_it_ru
     starts.let.set()
     await leaving
     assert (starts.process.told, await running, exits) == (1, ExitCode.DRAINED, [])
+
+
+async def test_no_variable_says_what_flags_may_not(
+    keeper: Any, starts: Starts, exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster that Ray starts on this machine has the environment of who launches."""
+    for name in ("RESUME", "CONFIG", "TOKEN", "OF_THE_JOB"):
+        monkeypatch.setenv(f"W5XDE_{name}", "never")
+    starts.let.set()
+    starts.process.end(ExitCode.OK)
+    await keeper.run()
+    assert {"W5XDE_TOKEN", "W5XDE_OF_THE_JOB", "PATH"} <= starts.environment.keys()
+    assert starts.environment.keys().isdisjoint({"W5XDE_RESUME", "W5XDE_CONFIG"})
 
 
 async def test_one_that_is_told_to_leave_before_it_is_started_is_not(

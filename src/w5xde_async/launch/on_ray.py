@@ -21,7 +21,7 @@ from typing import Any, Self
 import ray
 
 from w5xde_async.errors import ExitCode
-from w5xde_async.launch.plan import HOPELESS, Plan
+from w5xde_async.launch.plan import HOPELESS, Plan, not_of_the_run
 from w5xde_async.net.join import write_private_line
 from w5xde_async.process import note
 from w5xde_async.runtime import start_process
@@ -68,9 +68,10 @@ class Keeper:
             where = ["--join-file", str(self._join)]
             if self._coordinator is None:
                 where += ["--host", ray.util.get_node_ip_address(), "--port", "0"]
+            dropped = not_of_the_run(os.environ)  # a cluster of one machine has that of who launches
             self._process = process = await start_process(
                 sys.executable, "-m", f"w5xde_async.{self._program}", *self._arguments, *where, "--exit-with-stdin",
-                stdin=PIPE,
+                stdin=PIPE, env={name: value for name, value in os.environ.items() if name not in dropped},
             )  # fmt: skip
             if self._leaving.is_set():  # told to while it was being started
                 self._tell()

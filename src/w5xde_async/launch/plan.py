@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import TypeVar
 
+from w5xde_async.config import Answer
 from w5xde_async.errors import ExitCode, UsageError, need
 from w5xde_async.parallel.shape import IslandShape
-from w5xde_async.settings import CoordinatorSettings, WorkerSettings, read
+from w5xde_async.settings import CoordinatorSettings, WorkerSettings, read, variables
 from w5xde_async.worker.config import WorkerConfig
+
+_P = TypeVar("_P", CoordinatorSettings, WorkerSettings)
 
 PORT = 5555
 #: No other start would end otherwise: an engine is to stop at these.
@@ -26,12 +30,14 @@ _LONGEST = 40
 _NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,38}[a-z0-9])?")
 _OURS = (
     "--host", "--port", "--advertise", "--join-file", "--token-file", "--insecure", "--exit-on-drain", "--workers",
-    "--no-dashboard", "--dashboard-address", "--config", "--name",
+    "--no-dashboard", "--dashboard-address", "--config", "--name", "--exit-with-stdin",
 )  # fmt: skip
 _OURS_OF_WORKERS = (
     "--server", "--join-file", "--join", "--token-file", "--insecure", "--exit-on-drain", "--job", "--name", "--config",
-    "--connect-timeout", "--threads",
+    "--connect-timeout", "--threads", "--exit-with-stdin",
 )  # fmt: skip
+#: Of who launches, a run's programs heed these variables alone: no flag after -- says the same.
+KEPT = ("W5XDE_TOKEN", "W5XDE_TOKEN_FILE", "W5XDE_ADVERTISE", "W5XDE_DASHBOARD", "W5XDE_DASHBOARD_ADDRESS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +62,7 @@ class Plan:
             "letters, digits and hyphens that begin with a letter",
         )
         refuse(self.options, _OURS, "after --")
-        told, _ = read(CoordinatorSettings, [self.job, *self.options], prog="", environment={})
+        told = _told(CoordinatorSettings, [self.job, *self.options], "after --")
         told.coordinator_config("as an engine gives it")
         most = told.values["max_workers"]
         need(self.workers <= most, f"--workers {self.workers} is more than --max-workers {most}; give that after --")
@@ -66,7 +72,7 @@ class Plan:
             "give another --name for another run",
         )
         refuse(self.worker_options, _OURS_OF_WORKERS, "--worker-options")
-        worker, _ = read(WorkerSettings, ["--server", "localhost", *self.worker_options], prog="", environment={})
+        worker = _told(WorkerSettings, ["--server", "localhost", *self.worker_options], "--worker-options")
         worker.make(WorkerConfig)
         for shape in (worker.island, worker.island_member):
             if shape is not None and not (shape == "auto" and worker.island):
@@ -119,6 +125,21 @@ def fill(template: str, **values: object) -> str:
 
 class _Filled(Template):
     delimiter = "@@"  # shells have the dollar
+
+
+def not_of_the_run(environment: Mapping[str, str]) -> list[str]:
+    """Variables that say a setting, by which none of a run is said: a flag is checked, and none of an engine's own."""
+    return sorted(name for name in variables().difference(KEPT) if environment.get(name))
+
+
+def _told(program: type[_P], arguments: Sequence[str], where: str) -> _P:
+    """Raises UsageError, also for a flag that has the program print something in place of a run."""
+    try:
+        return read(program, arguments, prog="", environment={})[0]
+    except Answer:
+        raise UsageError(
+            f"{where}: --help, --version and --print-config start no run; give them to w5xde {program.table}"
+        ) from None
 
 
 def refuse(options: Sequence[str], ours: Collection[str], where: str) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 
 from w5xde_async.config import Parser, size, whole
 from w5xde_async.errors import UsageError, need
-from w5xde_async.launch.plan import Plan, name_of
-from w5xde_async.process import tell, without_loop
+from w5xde_async.launch.plan import Plan, name_of, not_of_the_run
+from w5xde_async.process import note, tell, without_loop
 
 _MEMORY = size("a size like 4GB or 16GiB, at least 64MiB", lambda n: n >= 64 << 20)
 _WHOLE, _COUNT = whole(0), whole(1, 100_000)
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
 
 
 def _start(told: argparse.Namespace, plan: Plan, prog: str) -> int:
+    if unheeded := not_of_the_run(os.environ):
+        note(f"{prog}: the run does not heed {', '.join(unheeded)} of this environment: give flags in their place")
     if told.engine == "k8s":
         from w5xde_async.launch import kubernetes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from w5xde_async.config import Answer
 from w5xde_async.settings.flags import flag_names, read, to_mapping
-from w5xde_async.settings.programs import PROGRAMS, CoordinatorSettings, WorkerSettings, misspelt_variables
+from w5xde_async.settings.programs import PROGRAMS, CoordinatorSettings, WorkerSettings, misspelt_variables, variables
 
 __all__ = [
     "PROGRAMS",
@@ -20,4 +20,5 @@ __all__ = [
     "misspelt_variables",
     "read",
     "to_mapping",
+    "variables",
 ]

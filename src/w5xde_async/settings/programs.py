@@ -314,9 +314,14 @@ PROGRAMS: tuple[type[Program], ...] = (CoordinatorSettings, WorkerSettings)
 _OTHER_VARIABLES = ("W5XDE_TOKEN", "W5XDE_DASHBOARD_LINK", "W5XDE_FAILPOINTS")
 
 
+def variables() -> frozenset[str]:
+    """Those of the environment that say a setting of a program."""
+    return frozenset(one.variable for program in PROGRAMS for one in declared(program).values())
+
+
 def misspelt_variables(environment: Mapping[str, str]) -> Iterator[str]:
     """What to say of variables that no program reads and that are spelt nearly as one that is."""
-    known = {*_OTHER_VARIABLES, *(one.variable for program in PROGRAMS for one in declared(program).values())}
+    known = {*_OTHER_VARIABLES, *variables()}
     names = [name.removeprefix("W5XDE_") for name in known]
     for name in sorted(name for name, value in environment.items() if value and name.startswith("W5XDE_")):
         if name not in known and (near := difflib.get_close_matches(name.removeprefix("W5XDE_"), names, 1, 0.7)):
