@@ -387,7 +387,8 @@ def without_loop(prog: str, program: Callable[[], int]) -> int:
     """Run a program that has no event loop and nothing to end in good order, and what it imports. The exit code."""
     _hold_standard_descriptors()
     try:
-        return program()
+        with interrupts():
+            return program()
     except Answer as answer:
         return tell(prog, f"{answer.text}\n")
     except KeyboardInterrupt:
@@ -536,6 +537,26 @@ def signals(
             signal.signal(number, ending if isinstance(handler, _Early) else handler or signal.SIG_DFL)
         if launched:
             atexit.register(_ignore_signals)
+
+
+@contextmanager
+def interrupts() -> Iterator[None]:
+    """In a program without an event loop: meanwhile Ctrl-C raises KeyboardInterrupt as ever, and no echo of it does."""
+    echoes = _Echoes()
+
+    def received(number: int, frame: FrameType | None) -> None:
+        if not echoes.among(number):
+            raise KeyboardInterrupt
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or a host program's
+        yield
+        return
+    signal.signal(signal.SIGINT, received)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

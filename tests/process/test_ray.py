@@ -58,6 +58,7 @@ def until(kind, count):
         time.sleep(0.05)
 
 with Fleet(plan) as fleet:
+    fleet.start()
     until("step_committed", 1)
     found["first_step_s"] = time.monotonic() - began
     assert len(until("worker_joined", 1)) == 1

@@ -263,6 +263,18 @@ def test_kubernetes_replaces_nothing_in_what_the_programs_are_told(capsys: pytes
         assert said in found["Job", f"train-{program}"]["spec"]["template"]["spec"]["containers"][0]["args"]
 
 
+@pytest.mark.parametrize("at", ["create", "apply"])
+def test_ctrl_c_in_the_middle_says_what_is_there_on_kubernetes(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake(tmp_path / "bin", kubectl=f"[ $1 != {at} ] || kill -INT $PPID; exit 0")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert main(["launch", "k8s", "train.py:job", "--workers", "3", "--image", "x"]) == ExitCode.ERROR
+    said = capsys.readouterr().err
+    assert "the same command adds the rest" in said
+    assert "kubectl delete job,service --selector=app.kubernetes.io/instance=train ends it" in said
+
+
 def test_kubectl_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake(tmp_path / "bin", kubectl="exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -331,6 +343,18 @@ def test_slurm_gets_no_workers_where_it_takes_no_coordinator(slurm: Path) -> Non
     assert main(["launch", "slurm", "train.py:job", "--workers", "3", *OPTIONS]) == 3
     (only,) = asked(slurm)
     assert only[-1] == "coordinator"
+
+
+@pytest.mark.parametrize("ends", ["exit 3", "kill -INT {}"], ids=["it fails", "Ctrl-C"])
+def test_slurm_that_has_half_of_a_run_is_said(slurm: Path, ends: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fake(
+        slurm / "bin",
+        sbatch=f"case $* in *--array*) {ends.format(os.getpid())};; *) echo Submitted batch job 17;; esac",
+    )
+    assert main(["launch", "slurm", "train.py:job", "--workers", "3"]) == (3 if ends == "exit 3" else ExitCode.ERROR)
+    said = capsys.readouterr().err
+    assert "what Slurm has named above is in its queue (scancel NUMBER ends it)" in said
+    assert f"bash {slurm}/runs/train/train.sh grow 3 submits the workers" in said
 
 
 def test_slurm_has_the_patience_that_grace_asks_for(slurm: Path) -> None:
@@ -445,6 +469,7 @@ def test_no_run_on_ray_takes_the_actors_of_another(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(on_ray, "_actor", actor)
     for name in ("mnist-worker-lr3", "mnist-worker-0", "mnist"):
         with on_ray.Fleet(plan(name=name, workers=2)) as fleet:
+            fleet.start()
             assert len(fleet.workers) == 2
     assert len(made) == 9
 

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from w5xde_async.errors import ExitCode
+from w5xde_async.launch.plan import Plan
 
 on_ray = pytest.importorskip("w5xde_async.launch.on_ray", exc_type=ImportError)
 
@@ -178,5 +179,112 @@ def test_what_is_said_of_a_stop_is_what_came_of_it(
     fleet.wait.side_effect = KeyboardInterrupt
     fleet.stop.return_value = code
     monkeypatch.setattr(on_ray, "Fleet", lambda _: fleet)
-    assert on_ray.run(mock.Mock()) == ends_with
-    assert capsys.readouterr().err.startswith(said)
+    assert on_ray.run(mock.Mock(coordinator_grace_s=240)) == ends_with
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "Ctrl-C: the run stops in good order, with a checkpoint (at most 240 s); again: ends at once"
+    assert last.startswith(said)
+
+
+class Cluster:
+    """What there is of Ray: the actors by name, and what was asked of each. ``interrupted``: at which calls Ctrl-C
+    comes, by number."""
+
+    def __init__(self, *interrupted: int) -> None:
+        self.actors: dict[str, list[str]] = {}
+        self._interrupted, self._calls = interrupted, 0
+        self.util, self.exceptions = self, mock.Mock(RayError=RuntimeError)
+
+    def _called(self) -> None:
+        self._calls += 1
+        if self._calls in self._interrupted:
+            raise KeyboardInterrupt
+
+    def handle(self, name: str) -> Any:
+        def ask(what: str) -> str:
+            self._called()
+            self.actors[name].append(what)
+            return what
+
+        asked = {what: mock.Mock(remote=lambda what=what: ask(what)) for what in ("run", "leave")}
+        return mock.Mock(**asked, called=name)
+
+    def remote(self, **_: Any) -> Any:
+        def options(*, name: str, **_: Any) -> Any:
+            def remote(*_: Any) -> Any:
+                self.actors[name] = self.actors.get(name, [])
+                self._called()  # Ray has started it, and nobody here knows
+                return self.handle(name)
+
+            return mock.Mock(remote=remote)
+
+        return lambda kind: mock.Mock(options=options)
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **_: Any) -> None:
+        self._called()
+
+    def shutdown(self) -> None: ...
+
+    def list_named_actors(self, *, all_namespaces: bool) -> list[dict[str, str]]:
+        self._called()
+        return [{"name": name, "namespace": "w5xde"} for name in self.actors]
+
+    def get_actor(self, name: str, _: str) -> Any:
+        return self.handle(name)
+
+    def wait(self, asked: list[str], **_: Any) -> tuple[list[str], list[str]]:
+        self._called()
+        return asked, []
+
+    def get(self, _: str) -> int:
+        return ExitCode.DRAINED
+
+    def kill(self, actor: Any, *, no_restart: bool) -> None:
+        assert no_restart
+        del self.actors[actor.called]
+
+
+PLAN = Plan(job="t.py:job", name="t", workers=2, cpus=1, gpus=0, memory_bytes=1 << 30)
+_CALLS = range(2, 8)  # of Ray: 1 connects, 2 to 7 start the run, and 8 waits for its end
+
+
+def interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *calls: int
+) -> tuple[Cluster, int, list[str]]:
+    cluster = Cluster(*calls)
+    monkeypatch.setattr(on_ray, "ray", cluster)
+    code = on_ray.run(PLAN)
+    return cluster, code, capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("call", [*_CALLS, 8])
+def test_ctrl_c_while_the_actors_start_leaves_none_of_them(
+    call: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, code, said = interrupted(monkeypatch, capsys, call)
+    assert (cluster.actors, code) == ({}, ExitCode.OK)
+    assert [line.partition(" ")[0] for line in said] == ["Ctrl-C:", "stopped"]
+
+
+@pytest.mark.parametrize("call", _CALLS)
+@pytest.mark.parametrize("later", [1, 2, 3, 4])
+def test_a_second_ctrl_c_ends_the_run_at_once(
+    call: int, later: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, code, said = interrupted(monkeypatch, capsys, call, call + later)
+    assert (cluster.actors, code) == ({}, ExitCode.INTERRUPTED_TWICE)
+    assert said[-1] == "ended at once: the same command goes on from the run's last checkpoint"
+
+
+def test_a_third_one_says_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, code, said = interrupted(monkeypatch, capsys, 4, 5, 6)
+    assert (cluster.actors.keys(), code) == ({"t"}, ExitCode.INTERRUPTED_TWICE)
+    assert said[-1] == "ended at once, and the run's actors may go on: the same command finds them"
+
+
+def test_ctrl_c_before_anything_is_started_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert interrupted(monkeypatch, capsys, 1)[1:] == (ExitCode.OK, ["stopped before it began"])

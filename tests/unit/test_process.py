@@ -36,6 +36,7 @@ from w5xde_async.process import (
     _Ending,
     _ignore_signals,
     imported,
+    interrupts,
     keeping_objects,
     launch,
     note,
@@ -87,6 +88,14 @@ def test_an_echo_is_no_second_stop(handler: _Early | _Ending, monkeypatch: pytes
     now = 0.3
     with pytest.raises(Ended):
         handler(signal.SIGTERM, None)
+
+
+def test_an_echo_is_no_second_stop_of_a_program_without_a_loop() -> None:
+    with interrupts():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 EARLY = """

@@ -15,8 +15,13 @@ from collections.abc import Sequence
 from w5xde_async.errors import ExitCode, UsageError
 from w5xde_async.launch.health import DASHBOARD_PORT
 from w5xde_async.launch.plan import HOPELESS, PORT, Plan, fill, refuse
+from w5xde_async.process import note
 
 _TOKEN = "/etc/w5xde/token"
+_HALF = (
+    "what it has named above is there: the same command adds the rest, and kubectl delete job,service "
+    "--selector=app.kubernetes.io/instance={name} ends it"
+)
 
 
 def objects(plan: Plan, image: str) -> str:
@@ -46,23 +51,28 @@ def start(plan: Plan, image: str) -> int:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         raise UsageError("kubectl is not here: install it, or take what --print writes to where it is")
+    written = objects(plan, image)
     known = subprocess.run(
         [kubectl, "get", "secret", plan.name, "--ignore-not-found", "--output=name"], capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     if known.returncode:
         raise UsageError(f"kubectl get secret: {known.stderr.strip()[:500]}")
-    if not known.stdout.strip():
-        token = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": plan.name}, "type": "Opaque"}
-        _kubectl(kubectl, "create", json.dumps(token | {"stringData": {"token": secrets.token_hex(32)}}))
-    _kubectl(kubectl, "apply", objects(plan, image))
+    try:
+        if not known.stdout.strip():
+            token = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": plan.name}, "type": "Opaque"}
+            _kubectl(kubectl, "create", json.dumps(token | {"stringData": {"token": secrets.token_hex(32)}}), plan.name)
+        _kubectl(kubectl, "apply", written, plan.name)
+    except KeyboardInterrupt:
+        note(f"kubectl was interrupted; {_HALF.format(name=plan.name)}")
+        return ExitCode.ERROR
     return ExitCode.OK
 
 
-def _kubectl(kubectl: str, verb: str, text: str) -> None:
-    ended = subprocess.run([kubectl, verb, "--filename=-"], input=text, text=True, check=False)
+def _kubectl(kubectl: str, verb: str, text: str, name: str) -> None:
+    ended = subprocess.run([kubectl, verb, "--filename=-"], input=text, encoding="utf-8", check=False)
     if ended.returncode:
-        raise UsageError(f"kubectl {verb} ended with exit code {ended.returncode}")
+        raise UsageError(f"kubectl {verb} ended with exit code {ended.returncode}; {_HALF.format(name=name)}")
 
 
 def _strings(words: Sequence[str | int]) -> str:

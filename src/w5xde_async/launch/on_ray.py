@@ -23,7 +23,7 @@ import ray
 from w5xde_async.errors import ExitCode
 from w5xde_async.launch.plan import HOPELESS, Plan, not_of_the_run
 from w5xde_async.net.join import write_private_line
-from w5xde_async.process import note
+from w5xde_async.process import interrupts, note
 from w5xde_async.runtime import start_process
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,10 @@ _NOT_STOPPED = (
     "the run has not stopped in good order (exit code {code}): its coordinator's log says why, and ray list actors "
     "whether it goes on"
 )
+_STOPPING = "Ctrl-C: the run stops in good order, with a checkpoint (at most {seconds} s); again: ends at once"
+_ENDED = "ended at once: the same command goes on from the run's last checkpoint"
+_GOES_ON = "ended at once, and the run's actors may go on: the same command finds them"
+_NOTHING = "stopped before it began"
 _NOT_UPLOADED = [".git", ".venv", "runs"]
 
 
@@ -129,8 +133,8 @@ class Keeper:
 
 
 class Fleet:
-    """The actors of one run. Entering connects to the cluster that Ray finds (RAY_ADDRESS; none: one of this machine)
-    and starts those that are not there. Leaving leaves them as they are."""
+    """The actors of one run. Entering connects to the cluster that Ray finds (RAY_ADDRESS; none: one of this machine).
+    Leaving leaves them as they are."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -145,21 +149,30 @@ class Fleet:
             brought = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
             place = {} if brought else {"working_dir": os.getcwd(), "excludes": _NOT_UPLOADED}
             ray.init(namespace=_NAMESPACE, runtime_env=place, logging_level=logging.WARNING)
-        plan = self._plan
-        arguments = [*plan.train, "--run-dir", str(plan.run_dir)]
-        self._coordinator = _actor(plan.name, "coordinator", arguments, num_cpus=0)
-        self._end = self._coordinator.run.remote()
-        known = (
-            one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == _NAMESPACE
-        )
-        self._workers = {
-            name: ray.get_actor(name, _NAMESPACE) for name in sorted(known) if name.startswith(self._prefix)
-        }
-        self.scale(plan.workers)
         return self
 
     def __exit__(self, *_: object) -> None:
         ray.shutdown()
+
+    def start(self) -> None:
+        """Start those that are not there."""
+        plan = self._plan
+        arguments = [*plan.train, "--run-dir", str(plan.run_dir)]
+        self._coordinator = _actor(plan.name, "coordinator", arguments, num_cpus=0)
+        self._end = self._coordinator.run.remote()
+        self._find()
+        self.scale(plan.workers)
+
+    def _find(self) -> None:
+        """Those that are there, whoever has started them, or was interrupted while it did."""
+        known = (
+            one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == _NAMESPACE
+        )
+        for name in sorted(known):
+            if name == self._plan.name and self._coordinator is None:
+                self._coordinator = ray.get_actor(name, _NAMESPACE)
+            elif name.startswith(self._prefix) and name not in self._workers:
+                self._workers[name] = ray.get_actor(name, _NAMESPACE)
 
     @property
     def workers(self) -> list[Any]:
@@ -191,22 +204,54 @@ class Fleet:
         return code
 
     def stop(self) -> int:
-        """Have the run stop in good order, with a checkpoint. The coordinator's exit code; ERROR where it has not
-        stopped in time, and goes on."""
+        """Have the run stop in good order, with a checkpoint, also where not all of it has been started. The
+        coordinator's exit code; ERROR where it has not stopped in time, and goes on."""
+        self._find()
+        if self._coordinator is None:  # nor any worker, which come after it
+            return ExitCode.DRAINED
+        if self._end is None:
+            self._end = self._coordinator.run.remote()
         ray.wait([self._coordinator.leave.remote()], timeout=self._plan.coordinator_grace_s)
         code = self.wait(5.0)
         return ExitCode.ERROR if code is None else code
 
+    def kill(self) -> None:
+        """End the run at once."""
+        self._find()
+        for actor in (self._coordinator, *self._workers.values()):
+            if actor is not None:
+                ray.kill(actor, no_restart=True)
+
 
 def run(plan: Plan) -> int:
     """Start the run, or join in with who has started it, and wait for its end. The exit code."""
-    with Fleet(plan) as fleet:
+    code: int | None = None
+    try:
+        with interrupts(), Fleet(plan) as fleet:
+            code = _until_its_end(fleet, plan)
+    except KeyboardInterrupt:
+        if code is None:
+            note(_NOTHING)
+    return ExitCode.OK if code in (None, ExitCode.DRAINED) else int(code)
+
+
+def _until_its_end(fleet: Fleet, plan: Plan) -> int | None:
+    try:
         try:
-            code = fleet.wait()
+            fleet.start()
+            return fleet.wait()
         except KeyboardInterrupt:
+            note(_STOPPING.format(seconds=plan.coordinator_grace_s))
             code = fleet.stop()
             note(_STOPPED.get(code, _NOT_STOPPED).format(code=code))
-    return ExitCode.OK if code in (None, ExitCode.DRAINED) else int(code)
+            return code
+    except KeyboardInterrupt:  # another one
+        said = _GOES_ON
+        with suppress(KeyboardInterrupt):
+            fleet.kill()
+            said = _ENDED
+        note(said)
+        return ExitCode.INTERRUPTED_TWICE
 
 
 def _actor(name: str, program: str, arguments: list[str], coordinator: Any = None, **needs: Any) -> Any:

@@ -14,7 +14,7 @@ import sys
 
 from w5xde_async.errors import ExitCode, UsageError
 from w5xde_async.launch.plan import KEPT, Plan, fill
-from w5xde_async.process import say
+from w5xde_async.process import note, say
 
 _PATIENCE = "1h"  # of workers, while the coordinator waits in the queue
 _GOODBYE_S = 60  # in which workers that the coordinator has said goodbye to end by themselves
@@ -54,4 +54,14 @@ def start(plan: Plan) -> int:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.write_text(script(plan), encoding="utf-8")
     say(f"{path}\n")
-    return subprocess.run(["bash", str(path)], check=False).returncode
+    try:
+        code = subprocess.run(["bash", str(path)], check=False).returncode
+    except KeyboardInterrupt:
+        code = ExitCode.ERROR
+    if code:
+        more = shlex.join(["bash", str(path), "grow", str(plan.workers)])
+        note(
+            "not all was submitted: what Slurm has named above is in its queue (scancel NUMBER ends it); "
+            f"{more} submits the workers"
+        )
+    return code
