@@ -513,8 +513,94 @@ def test_that_the_protocol_was_broken_is_said_at_once_and_in_the_last_line(
 
     with caplog.at_level(logging.WARNING):
         run(main)
-    (said,) = [record.getMessage() for record in caplog.records if record.name == dialing.__name__]
+    said, broke = [record.getMessage() for record in caplog.records if record.name == dialing.__name__]
     assert "what listens there may be no coordinator: malformed frame: Welcome.heartbeat_s has" in said
+    assert broke == "coordinator broke the protocol, connecting again times=1 reason=1024 leases at once"
+
+
+@dataclass
+class Lets:
+    """A worker that is let in at once, and whose links end as a test says."""
+
+    world: World
+    dialer: Dialer
+
+    async def link(self, seconds: float, *, applied: bool = False, served_s: float = 0.0, broke: str = "junk") -> None:
+        await self.dialer.join()
+        await asyncio.sleep(seconds)
+        self.dialer.link_ended(failed=True, applied=applied, heard="", served_s=served_s, broke=broke)
+
+
+@pytest.fixture
+def let_in(run: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Lets], Awaitable[None]]], World]:
+    async def join(link: Any, **_: Any) -> Any:
+        return SimpleNamespace(link=link, welcome=SimpleNamespace(run_id="0", term=1))
+
+    def runs(main: Callable[[Lets], Awaitable[None]]) -> World:
+        async def body(world: World) -> None:
+            async def connect(*_: Any, **__: Any) -> Any:
+                return Quiet()
+
+            runtime = Runtime(clock=world.loop.time, connect=connect)
+            config = WorkerConfig(connect_timeout_s=300.0, device="cpu")
+            await main(Lets(world, Dialer("127.0.0.1:77", config, runtime)))
+
+        monkeypatch.setattr(dialing, "join", join)
+        return run(body)
+
+    return runs
+
+
+@pytest.mark.parametrize("lost_between", [False, True])
+def test_a_coordinator_that_lets_in_and_then_breaks_the_protocol_is_given_up_in_time(
+    let_in: Any, caplog: pytest.LogCaptureFixture, lost_between: bool
+) -> None:
+    async def links(lets: Lets) -> None:
+        while True:
+            await lets.link(0.5)
+            if lost_between:
+                await lets.link(0.5, broke="")
+
+    async def main(lets: Lets) -> None:
+        await lets.link(1000.0)  # until then all was well
+        began = lets.world.loop.time()
+        said = r"within 300 s \(it let this worker in and then broke the protocol, [0-9]+ times: junk\)"
+        with pytest.raises(Unreachable, match=said) as given:
+            await links(lets)
+        assert given.value.exit_code is ExitCode.UNREACHABLE
+        lasted = lets.world.loop.time() - began
+        assert 299.0 < lasted < (620.0 if lost_between else 301.0)
+
+    with caplog.at_level(logging.WARNING):
+        let_in(main)
+    said = [record.getMessage() for record in caplog.records if record.name == dialing.__name__]
+    assert 2 < len(said) <= (22 if lost_between else 11)  # one each 30 s
+    assert all("coordinator broke the protocol, connecting again times=" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        {"seconds": 100.0, "applied": True},  # it works, on a line that changes bytes
+        {"seconds": 100.0, "applied": True, "broke": ""},
+        {"seconds": 4000.0, "served_s": 3999.0},  # the coordinator has nothing for it for an hour
+    ],
+)
+def test_a_worker_of_use_or_without_work_leaves_for_no_broken_link(let_in: Any, between: dict[str, Any]) -> None:
+    async def main(lets: Lets) -> None:
+        for _ in range(20):
+            await lets.link(100.0)
+            await lets.link(**between)
+
+    let_in(main)
+
+
+def test_links_that_are_lost_are_not_taken_for_a_broken_protocol(let_in: Any) -> None:
+    async def main(lets: Lets) -> None:
+        for _ in range(100):
+            await lets.link(100.0, broke="")
+
+    let_in(main)
 
 
 def test_a_coordinator_that_does_not_say_all_in_time_is_not_called_silent(

@@ -178,10 +178,10 @@ class Worker:
         as everywhere, over TLS bound to the certificate that the other side shows. Encryption is the application's
         matter; nothing here checks for it.
 
-        Raises Unreachable (nobody answered for ``connect_timeout_s``, or in its whole ``lifetime_s``), Refused (with
-        the reason), RunFailed, UsageError (no lease fits in its memory limit; the join file names another machine than
-        this one, for which it has no sandbox), JobError (its own data cannot be opened); over a given connection
-        LinkLost and RemoteError too.
+        Raises Unreachable (nobody answered for ``connect_timeout_s``, or in its whole ``lifetime_s``, or who did broke
+        the protocol for so long), Refused (with the reason), RunFailed, UsageError (no lease fits in its memory limit;
+        the join file names another machine than this one, for which it has no sandbox), JobError (its own data cannot
+        be opened); over a given connection LinkLost and RemoteError too.
         """
         if (reader is None) != (writer is None):
             raise UsageError("a connection is a reader and a writer: give both or neither")
@@ -320,7 +320,8 @@ class Worker:
             self._joining = None
         self._has_joined = True
         link, welcome = joined.link, joined.welcome
-        logger.info("joined run=%s term=%d coordinator=%s", welcome.run_name, welcome.term, link.peer)
+        level = logging.DEBUG if self._dialer.circles else logging.INFO
+        logger.log(level, "joined run=%s term=%d coordinator=%s", welcome.run_name, welcome.term, link.peer)
         inline_s = self.config.inline_block_s
         if self._rank is not None or not is_plain(welcome) or self._engines.sandboxed or self._device.type != "cpu":
             inline_s = 0.0
@@ -375,17 +376,17 @@ class Worker:
         except RemoteError as error:
             if given is not None or self._rank is not None:
                 raise
-            # Not the error: who keeps the record would keep its frames, and what this link had in memory.
-            broke = str(error)
-            logger.warning("coordinator broke the protocol, connecting again reason=%s", str(error))
-            failed = True
+            # Not the error: who keeps a record of it would keep its frames, and what this link had in memory.
+            failed, broke = True, str(error)
             return None
         finally:
             self._connection = None
             leases = connection.leases
             self.abandoned = self._rank is not None and leases is not None and not leases.ended
             applied = leases is not None and leases.num_applied > 0
-            self._dialer.link_ended(failed=failed, applied=applied, heard=connection.heard, broke=broke)
+            self._dialer.link_ended(
+                failed=failed, applied=applied, heard=connection.heard, served_s=connection.served_s, broke=broke
+            )
             if leases is not None and self._rank is None and is_plain(welcome) and leases.whole_version >= 0:
                 self._engines.held = (*_model(welcome), leases.whole_version)
             if leases is not None:

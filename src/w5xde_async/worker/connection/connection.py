@@ -101,6 +101,7 @@ class Connection:
         self.leases: Leases | None = None  #: once it is ready for any
         self.unsent: list[Unsent] = []  #: once it has ended: answers that had not left
         self._announced = asyncio.Event()  # READY has left
+        self._ready_at: float | None = None
         self._stopping = False
         self.ends_with_coordinator = False  #: it is not waited for until it comes back
         self._drain = ""
@@ -110,6 +111,11 @@ class Connection:
         self.error: W5xdeError | None = None  #: that ``run`` raises once its block has ended
         self._bye: messages.Bye | None = None  # the coordinator's last message
         self.heard = ""  #: what the coordinator said that it does, last
+
+    @property
+    def served_s(self) -> float:
+        """For how long it was ready for leases, until now."""
+        return 0.0 if self._ready_at is None else self._clock() - self._ready_at
 
     async def run(self, prepare: Prepare) -> Departure | None:
         """Serve until the end. None: the coordinator stops and may come back.
@@ -217,7 +223,7 @@ class Connection:
         if self._stopping:
             leases.stop()
         self._outbox.post(encode(ready), sent=self._announced.set)
-        self._state = State.READY
+        self._state, self._ready_at = State.READY, self._clock()
         if self._drain:
             self._outbox.post(encode(messages.Drain(self._drain[:200], self._grace_s)))
         return leases

@@ -108,6 +108,9 @@ class Dialer:
         self._refused: _NotNow | None = None  # what the coordinator said then, if it answered
         self._lacks_tls = False  # so it seems, since the last attempt
         self._broke = ""  # how who answered has broken the protocol, since it was joined last
+        self._breaks = 0  # in a row: links that ended so, though they had begun, and of which nothing came
+        self._breaking_s = 0.0  # since the first of them
+        self._ended = self._warned = 0.0  # when the last link ended; when the last of ``_breaks`` was told of
 
     @property
     def address(self) -> tuple[str, int]:
@@ -124,6 +127,11 @@ class Dialer:
         """Whether it has an address, or a file that may yet say one."""
         return self._target is not None or self._join_file is not None
 
+    @property
+    def circles(self) -> bool:
+        """Whether the coordinator has broken the protocol again and again, and nothing came of any link."""
+        return self._breaks > 1
+
     def unreachable(self, waited_s: float) -> Unreachable:
         """What to raise after so long."""
         reason = self._reason or "no answer so far"
@@ -137,15 +145,28 @@ class Dialer:
         advice = "start the coordinator, which writes it, or name the file of another (--join-file)"
         return Unreachable(f"join file {self._join_file.path}", reason, waited_s, self._heard, advice)
 
-    def link_ended(self, *, failed: bool, applied: bool, heard: str, broke: str = "") -> None:
+    def link_ended(self, *, failed: bool, applied: bool, heard: str, served_s: float = 0.0, broke: str = "") -> None:
         """A link that ``join`` gave is over. ``failed``: it ended without a goodbye; ``applied``: a lease counted;
-        ``heard``: what the coordinator said that it was doing; ``broke``: how it has broken the protocol."""
+        ``heard``: what the coordinator said that it was doing; ``served_s``: how long it was ready for leases;
+        ``broke``: how the coordinator has broken the protocol."""
         self._broke = broke
         self._heard = heard or self._heard
         self._failed_links = 0 if applied else self._failed_links + failed
+        before, self._ended = self._ended, self._runtime.clock()
+        if applied or (broke and served_s >= self.config.connect_timeout_s):  # who has nothing for us lasts so long
+            self._breaks, self._breaking_s = 0, 0.0
+        if broke:
+            self._breaking_s += self._ended - before if self._breaks else 0.0
+            self._breaks += 1
+            if self._breaks == 1 or self._ended - self._warned >= _SAID_EVERY_S:
+                self._warned = self._ended
+                logger.warning(
+                    "coordinator broke the protocol, connecting again times=%d reason=%s", self._breaks, broke
+                )
 
     async def join(self, given: Link | None = None) -> Joined:
-        """Reach the coordinator and be let in; tried again with jitter until ``connect_timeout_s`` is over.
+        """Reach the coordinator and be let in; tried again with jitter until ``connect_timeout_s`` is over. As long may
+        pass with coordinators that let us in and then break the protocol, before anything has come of it.
 
         With ``given`` it is tried once, over that link. Raises Unreachable, Refused, and what ``on_welcome`` raises;
         over a given link LinkLost and RemoteError too.
@@ -214,8 +235,14 @@ class Dialer:
     async def _join(self, given: Link | None) -> Joined:
         if given is not None:
             return await self._try_to_join(self.config.connect_timeout_s, given)
+        left_s = self.config.connect_timeout_s - self._breaking_s
+        if self._breaks > 1 and left_s <= 0:
+            self._reason = f"it let this worker in and then broke the protocol, {self._breaks} times: {self._broke}"
+            self._refused = None
+            raise self.unreachable(self.config.connect_timeout_s)
         if self._failed_links:
-            await asyncio.sleep(_pause_s(self._failed_links, self._jitter))
+            pause_s = _pause_s(self._failed_links, self._jitter)
+            await asyncio.sleep(min(pause_s, left_s) if self._breaks else pause_s)
         return await self._again_and_again(self._try_to_join)
 
     async def _again_and_again(self, attempt_once: Callable[[float], Awaitable[_Found]]) -> _Found:
