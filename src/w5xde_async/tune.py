@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +31,7 @@ _LEAVES = (1, 2, 4, 8)  # of a step, for each worker
 _WARM_STEPS = 3  # a worker's first: it traces, compiles, and is given little
 _PATIENCE_S = 120.0  # until a worker has computed those; for one more step, too
 _CLEAR = 1.05  # times faster than the job's own size: less is chance
+_TURNS = 3  # in which a size has to be faster than the job's own
 
 #: What a measured run has of the settings: how it computes, checks and sends. Nothing else: a file or an address would
 #: be another run's, a limit would end the measuring. ``tls``: local workers are told of it by the same environment.
@@ -50,6 +52,10 @@ class Row:
     alone: float
     together: float
     worker_bytes: int
+
+
+#: By a size that seemed faster than the job's own: both, as they were measured one after the other.
+Turns = Mapping[int, Sequence[tuple[Row, Row]]]
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.tune") -> int:
@@ -81,19 +87,31 @@ def _prepare(
     tried = sizes(job, workers, grows=grows)
     rows: list[Row] = []
     refused: list[int] = []
+    turns: dict[int, list[tuple[Row, Row]]] = {}
+
+    async def run(size: int) -> Row:
+        return await measured(
+            job, size, settings.job or "", config, workers=workers, threads=threads, seconds=settings.seconds
+        )
 
     async def measure() -> float:
         for size in tried:
             note(f"measuring microbatch_size={size} ...")
             try:
-                rows.append(await measured(
-                    job, size, settings.job or "", config, workers=workers, threads=threads, seconds=settings.seconds
-                ))  # fmt: skip
+                rows.append(await run(size))
             except LeafFailed as error:  # batch norm refuses single samples; larger ones may do
                 if size == _own_size(job):
                     raise
                 note(f"microbatch_size={size} cannot be computed: {str(error).splitlines()[0]}")
                 refused.append(size)
+        own = _own(job, rows)
+        while faster := [row for row in _fastest(job, rows, turns) if row is not own and row.microbatch not in turns]:
+            other = faster[0]
+            seems = f"microbatch_size={other.microbatch} seems faster than {own.microbatch}"
+            note(f"{seems}: measuring both again, in turn ...")
+            turns[other.microbatch] = [(own, other)]
+            while len(turns[other.microbatch]) < _TURNS:
+                turns[other.microbatch].append((await run(own.microbatch), await run(other.microbatch)))
         loop, stopped = asyncio.get_running_loop(), threading.Event()
         plain = partial(plain_loop, job, workers * threads, settings.seconds / 2, stopped)
         try:
@@ -118,7 +136,8 @@ def _prepare(
             except asyncio.CancelledError:
                 if not stopped_by:
                     raise
-        code = tell(prog, report(job, rows, plain, workers=workers, threads=threads)) if rows else ExitCode.OK
+        said = report(job, rows, turns, plain, workers=workers, threads=threads) if rows else ""
+        code = tell(prog, said) if rows else ExitCode.OK
         if plain is not None:
             return code
         left = ", ".join(map(str, tried[len(rows) + len(refused) :])) or "the plain loop"
@@ -299,7 +318,36 @@ def _rate(job: Job, threads: int, seconds: float, stopped: threading.Event) -> f
         torch.set_num_threads(before)
 
 
-def report(job: Job, rows: Sequence[Row], plain: float | None, *, workers: int, threads: int) -> str:
+def _own(job: Job, rows: Sequence[Row]) -> Row:
+    return next(row for row in rows if row.microbatch == _own_size(job))
+
+
+def _gains(turns: Sequence[tuple[Row, Row]], rate: str) -> list[float]:
+    """How many times the rate of the job's own size the other's was, in each turn."""
+    return [getattr(other, rate) / getattr(own, rate) for own, other in turns]
+
+
+def _is_clear(gains: Sequence[float]) -> bool:
+    return min(gains) > 1.0 and statistics.median(gains) > _CLEAR
+
+
+def _fastest(job: Job, rows: Sequence[Row], turns: Turns) -> tuple[Row, Row]:
+    """With all workers, and with one: of the sizes that are clearly faster than the job's own as far as they have been
+    measured, or else that."""
+    own = _own(job, rows)
+    found = []
+    for rate in ("together", "alone"):
+        faster = [
+            row for row in rows
+            if row is not own and _is_clear(_gains(turns.get(row.microbatch, [(own, row)]), rate))
+        ]  # fmt: skip
+        found.append(max(faster, key=lambda row: float(getattr(row, rate)), default=own))
+    return found[0], found[1]
+
+
+def report(
+    job: Job, rows: Sequence[Row], turns: Turns, plain: float | None, *, workers: int, threads: int
+) -> str:  # fmt: skip
     """The table, and the line for the job. ``plain``: None, and sizes are missing, where the measuring was stopped; 0
     where a plain loop could not be measured."""
     from w5xde_async.telemetry import wording
@@ -317,25 +365,37 @@ def report(job: Job, rows: Sequence[Row], plain: float | None, *, workers: int, 
     said = f"Samples a second; workers of {threads} thread{'s' * (threads != 1)}."
     if plain is None:
         return "\n".join([*lines, "", said]) + "\n"
-    best, present = max(rows, key=lambda row: row.together), next(row for row in rows if row.microbatch == own)
     if plain:
         said += f" A plain loop on their {workers * threads} cores, one thread or all, whichever is faster, whole "
         said += f"batches that lie in memory: {plain:,.0f}."
     lines += ["", said]
-    if best.together > _CLEAR * present.together:
-        shared = "" if best.leaves >= workers else f"; no step is shared out to {workers} workers then"
+    best, lone = _fastest(job, rows, turns)
+    crew = f"{workers} worker{'s' * several}"
+    if best.microbatch != own:
+        shared = "" if best.leaves >= workers else f"; no step is shared out to {crew} then"
+        gained = _gained(turns[best.microbatch], "together")
         lines.append(
-            f"microbatch_size={best.microbatch},  # {best.together / present.together:.2f} times as fast as "
-            f"{own} with {workers} worker{'s' * several} here; batch norm and dropout see a microbatch{shared}"
+            f"microbatch_size={best.microbatch},  # {gained} as fast as {own} with {crew} here; batch norm and dropout "
+            f"see a microbatch{shared}"
         )
     else:
         lines.append(f"microbatch_size={own} is as good as any here.")
-    lone = max(rows, key=lambda row: row.alone)
-    if lone.microbatch != best.microbatch and lone.alone > _CLEAR * present.alone:
-        lines.append(f"One worker alone is {lone.alone / present.alone:.2f} times as fast with {lone.microbatch}.")
+    if lone.microbatch not in (best.microbatch, own):
+        lines.append(f"One worker alone is {_gained(turns[lone.microbatch], 'alone')} as fast with {lone.microbatch}.")
+    lines += [
+        f"With {size} it was {_gained(both, 'together')} as fast as with {own}: this machine's other work matters more."
+        for size, both in turns.items()
+        if not (_is_clear(_gains(both, "together")) or _is_clear(_gains(both, "alone")))
+    ]
     if plain > _CLEAR * best.together:
         lines.append("On this machine alone the plain loop is faster; other machines add to the workers' rate.")
     return "\n".join(lines) + "\n"
+
+
+def _gained(turns: Sequence[tuple[Row, Row]], rate: str) -> str:
+    gains = sorted(_gains(turns, rate))
+    spread = f"{gains[0]:.2g} to {gains[-1]:.2g}"
+    return f"{statistics.median(gains):.2g} times ({spread} in {len(gains)} turns)"
 
 
 if __name__ == "__main__":
