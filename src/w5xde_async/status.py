@@ -443,7 +443,7 @@ def _folded(known: dict[str, Any] | None, kind: str, data: dict[str, Any]) -> di
 def _summary(found: dict[str, Any]) -> list[str]:
     run, status = found["run"], found["status"]
     step, total = status.get("step") or 0, status.get("total_steps") or 0
-    share = f" of {total:,} ({100 * step / total:.0f} %)" if total else ""
+    share = f" of {total:,} ({100 * step // total} %)" if total else ""
     lines = [f"{run.get('run_name', '')}: {status.get('state')}, step {step:,}{share}"]
     parts = []
     if status.get("loss") is not None:

@@ -75,7 +75,8 @@ def _name(text: str) -> str:
 # --- numbers
 
 
-def _plural(value: int, noun: str) -> str:
+def plural(value: int, noun: str) -> str:
+    """1 worker, 2 workers."""
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
 
 
@@ -90,17 +91,17 @@ def _scaled(value: float, units: Sequence[str]) -> str:
 
 def short(value: float) -> str:
     """Three significant figures: 12.4k."""
-    return _scaled(value, ("", "k", "M", "G", "T"))
+    return _scaled(value, ("", "k", "M", "G", "T", "P", "E"))
 
 
 def size(value: float) -> str:
     """Bytes in decimal units."""
-    return _scaled(value, (" B", " kB", " MB", " GB", " TB"))
+    return _scaled(value, (" B", " kB", " MB", " GB", " TB", " PB", " EB"))
 
 
 def duration(seconds: float) -> str:
     """1:02:03."""
-    if seconds < 10:
+    if seconds < 9.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -111,9 +112,12 @@ def duration(seconds: float) -> str:
 
 
 def brief(seconds: float) -> str:
-    """Seconds, milliseconds or microseconds, three figures."""
-    factor, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds * 1e3 >= 1 else (1e6, "µs")
-    return f"{seconds * factor:.3g} {unit}"
+    """Seconds, milliseconds or microseconds, three figures; from 1000 s on as ``duration``."""
+    if seconds >= 999.5:
+        return duration(seconds)
+    if 0 < seconds < 999.5e-6:
+        return f"{seconds * 1e6:.3g} µs"
+    return f"{seconds * 1e3:.3g} ms" if 0 < seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def _value(value: float) -> str:
@@ -148,7 +152,7 @@ def header(event: RunStarted, paint: Paint, words: Callable[[str], str] = str) -
     if event.leaves_by:
         batch += f" ({clean(event.leaves_by)})"
     epochs = f"{event.steps_per_epoch:,} per epoch" if event.steps_per_epoch else ""
-    samples = _plural(event.num_samples, "sample") if event.num_samples else "a stream"
+    samples = plural(event.num_samples, "sample") if event.num_samples else "a stream"
     title = f"{paint('bold', 'w5xde-async')} {event.version}{_SEPARATOR}run {paint('bold', _name(event.run_name))}"
     parameters = f"{event.num_parameters:,} parameters"
     lines = [
@@ -174,7 +178,7 @@ def header(event: RunStarted, paint: Paint, words: Callable[[str], str] = str) -
 
 def _memory(event: RunStarted) -> str:
     """What workers may add to it."""
-    few = f"+{size(event.expected_bytes)} for {_plural(event.expected_workers, 'worker')}"
+    few = f"+{size(event.expected_bytes)} for {plural(event.expected_workers, 'worker')}"
     return f"{few}, +{size(event.memory_bound_bytes)} for --max-workers {event.max_workers:,}"
 
 
@@ -195,15 +199,15 @@ def line(event: object, paint: Paint) -> str | None:
     """One line about an event that is shown when it happens; None for any other event."""
     match event:
         case events.WorkerJoined():
-            machine = f"{_name(event.peer)}, {_name(event.device)}, {_plural(event.threads, 'thread')}"
+            machine = f"{_name(event.peer)}, {_name(event.device)}, {plural(event.threads, 'thread')}"
             machine += ", shared memory" if event.link == "shm" else ""
             text = f"{_name(event.name)} joined {paint('dim', f'({machine})')}"
-            return f"{paint('good', '+')} {text}{_SEPARATOR}{_plural(event.num_workers, 'worker')}"
+            return f"{paint('good', '+')} {text}{_SEPARATOR}{plural(event.num_workers, 'worker')}"
         case events.WorkerLeft():
-            returned = f", {_plural(event.leases_returned, 'lease')} to redo" if event.leases_returned else ""
+            returned = f", {plural(event.leases_returned, 'lease')} to redo" if event.leases_returned else ""
             sign = paint("dim", "-") if event.clean else paint("warn", "-")
             text = f"{sign} {_name(event.name)} left: {clean(event.reason, limit=200)}{returned}"
-            return f"{text}{_SEPARATOR}{_plural(event.num_workers, 'worker')}"
+            return f"{text}{_SEPARATOR}{plural(event.num_workers, 'worker')}"
         case events.WorkerQuarantined():
             done = "quarantined" if event.put_out else "wrong, and kept"
             return f"{paint('bad', '!')} {_name(event.name)} {done}: {clean(event.reason, limit=300)}"
@@ -269,7 +273,7 @@ def status(
     rate = "-" if samples_per_s is None else short(samples_per_s)
     parts.append(f"{rate} samples/s" if wide else f"{rate}/s")
     if terse < 2:
-        parts.append(_plural(num_workers, "worker") if wide else f"{num_workers} w")
+        parts.append(plural(num_workers, "worker") if wide else f"{num_workers} w")
     if terse < 3 and eta_s != 0:
         parts.append(f"ETA {'-' if eta_s is None else duration(eta_s)}")
     return _SEPARATOR.join(parts)
@@ -314,10 +318,10 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint, whole: bool = 
     lines.append(row("network", f"{size(event.bytes_sent)} sent", f"{size(event.bytes_received)} received"))
     if event.leaves_in_vain:
         share = event.leaves_in_vain / (event.leaves + event.leaves_in_vain)
-        leases = f"{event.leases_stale} late leases, {event.leases_duplicate} backed up"
+        leases = f"{plural(event.leases_stale, 'late lease')}, {event.leases_duplicate:,} backed up"
         lines.append(row("wasted", f"{share:.1%} of the leaves", leases))
     if event.short_steps:
-        lines.append(row("short", f"{event.short_steps:,} steps", "computed by the coordinator, sooner than sent"))
+        lines.append(row("short", plural(event.short_steps, "step"), "computed by the coordinator, sooner than sent"))
     if tip := _short_leaves(event, event.step - first_step):
         lines.append(row("leaves", *tip))
     if event.best is not None:

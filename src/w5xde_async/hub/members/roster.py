@@ -34,6 +34,7 @@ from w5xde_async.plan.numerics import RunNumerics, fits, is_known, refusal
 from w5xde_async.segments import Segment, Unshared
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import Bus, Warned, WorkerJoined, WorkerLeft, WorkerQuarantined
+from w5xde_async.telemetry.wording import plural
 from w5xde_async.threads import submitted
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.handshake import State
@@ -349,7 +350,7 @@ class Roster:
             return Refusal(RefusalCode.SHUTTING_DOWN, "the coordinator is stopping", "it may come back; try again")
         others = len(self._ids) - (session.worker_id in self._ids)
         if others >= self._config.max_workers:
-            reason = f"the run has its {self._config.max_workers} workers"
+            reason = f"the run has its {plural(self._config.max_workers, 'worker')}"
             return Refusal(RefusalCode.RUN_FULL, reason, "raise its --max-workers, or wait until one has left")
         share, where = self._config.share, session.place[0]
         if self._vain_of(session) > self._most_vain - 1:
@@ -358,7 +359,8 @@ class Roster:
         if session.identity or _is_address(where):
             same = self._ids_at.get((where, session.identity), ())
             if len(same) - (session.worker_id in same) >= share:
-                return Refusal(RefusalCode.RUN_FULL, f"the run has its {share} workers of {where}", _SHARE_HINT)
+                reason = f"the run has its {plural(share, 'worker')} of {where}"
+                return Refusal(RefusalCode.RUN_FULL, reason, _SHARE_HINT)
         same_link = (session.worker_id, session.rank)
         for older in [one for one in self._joining if (one.worker_id, one.rank) == same_link][:-_MOST_JOINING]:
             older.abort("the same worker has connected anew")

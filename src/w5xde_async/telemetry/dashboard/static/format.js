@@ -60,7 +60,13 @@ export const duration = (seconds) => {
   return days ? `${days} d ${clock}` : clock;
 };
 
-export const percent = (share) => (number(share) === null ? "–" : `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)} %`);
+// 100 % is all of it: what is short of that by a hair is not done.
+export const percent = (share) => {
+  const found = number(share);
+  if (found === null) return "–";
+  const hundredths = found < 1 ? Math.min(100 * found, 99) : 100 * found;
+  return `${hundredths.toFixed(found > 0 && found < 0.0995 ? 1 : 0)} %`;
+};
 
 export const clock = (epoch) => new Date(1000 * epoch).toLocaleTimeString("en-GB");
 
