@@ -401,7 +401,7 @@ def without_loop(prog: str, program: Callable[[], int]) -> int:
 
 def imported(name: str, arguments: Sequence[str], *, prog: str) -> int:
     """Run the program of a module that imports torch at once. The exit code."""
-    from w5xde_async.telemetry import records, wording  # noqa: F401  # to say so where there is no room for it
+    from w5xde_async.telemetry import records, wording, writer  # noqa: F401  # to say so where there is no room for it
 
     return without_loop(prog, lambda: int(import_module(name).main(arguments, prog=prog)))
 
@@ -457,7 +457,10 @@ def _end_with(line: int) -> None:
 def end_without_threads(code: int) -> NoReturn:
     """End this process where a thread of it may never end: Python's own end would wait for that. What was logged and
     printed leaves first, as far as it can be written."""
+    from w5xde_async.telemetry.writer import flush_all
+
     logging.shutdown()
+    flush_all()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # nobody reads any more, or the job's code has put something of its own there
             stream.flush()
@@ -483,6 +486,8 @@ def signals(
     Also where the loop hears nothing, since code of the user's that is called there does not return: then one ends the
     process that comes ``_DEAF_S`` after one that was not heard.
     """
+    from w5xde_async.telemetry.writer import flush_all
+
     loop = asyncio.get_running_loop()
     told, unheard_since = 0, math.inf
     echoes = _Echoes(loop.time)
@@ -496,10 +501,14 @@ def signals(
                 return
             told += 1
         if told > 1:
-            if abandon is not None:
-                abandon()
-            os._exit(ExitCode.INTERRUPTED_TWICE)
+            end()
         stop(_reason(number))
+
+    def end() -> None:
+        if abandon is not None:
+            abandon()
+        flush_all()
+        os._exit(ExitCode.INTERRUPTED_TWICE)
 
     def unheard(number: int, _: FrameType | None) -> None:
         """In the main thread, between two instructions of whatever it does; the loop is told besides."""
@@ -508,9 +517,7 @@ def signals(
             return
         now = time.monotonic()
         if now - unheard_since >= _DEAF_S:
-            if abandon is not None:
-                abandon()
-            os._exit(ExitCode.INTERRUPTED_TWICE)
+            end()
         unheard_since = min(unheard_since, now)
 
     numbers = [number for number in (*_known(*_STOPS), *forewarnings) if signal.getsignal(number) is not signal.SIG_IGN]
@@ -649,13 +656,17 @@ def _complain(prog: str, text: str, code: int | None, as_json: bool) -> None:
     """``code`` None: a warning, and the program goes on."""
     from w5xde_async.telemetry.records import to_line
     from w5xde_async.telemetry.wording import clean
+    from w5xde_async.telemetry.writer import writer_for
 
     if as_json:
         event = {"event": "warning"} if code is None else {"event": "exit", "code": int(code)}
-        line = to_line(event | {"message": text})
+        line = to_line(event | {"message": text}).rstrip("\n")
     else:
-        line = f"{prog}: {clean(text, limit=100_000)}\n"
-    _write(sys.stderr, line, last=code is not None)
+        line = f"{prog}: {clean(text, limit=100_000)}"
+    shown = writer_for(sys.stderr)
+    shown.write(line)
+    if code is not None and shown.flush():
+        _write(sys.stderr, "", last=True)
 
 
 def _write(stream: TextIO, text: str, *, last: bool) -> OSError | ValueError | None:

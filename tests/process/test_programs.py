@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 from tests.support.forking import PYTHON, SEARCHED
+from tests.support.ports import free_port
 from tests.support.processes import ROOT, Program, programs
 
 from w5xde_async.cluster.worker_processes import PRESTARTED
@@ -727,3 +729,65 @@ def test_the_doctor_says_what_is_wrong_and_how_a_worker_would_end(tmp_path: Path
     code, said = run("w5xde_async.doctor", "--join-file", str(tmp_path / "missing"))
     assert code == ExitCode.USAGE, said
     assert "the coordinator writes it" in said
+
+
+# -- standard error that nobody reads
+
+
+@pytest.fixture
+def full_pipe() -> Iterator[int]:
+    """The end of a pipe into which nothing more goes: whoever reads it has stopped, as a terminal at Ctrl-S does."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(1 << 12))
+    os.set_blocking(writing, True)
+    yield writing
+    os.close(reading)
+    os.close(writing)
+
+
+@contextmanager
+def unread(full_pipe: int, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")}
+    env |= {"PYTHONPATH": SEARCHED, "W5XDE_DASHBOARD": "false"}
+    with subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=full_pipe,
+        stderr=full_pipe,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def recorded(folder: Path) -> list[str]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_run_whose_standard_error_nobody_reads_goes_on_and_ends(full_pipe: int, jobs: str, tmp_path: Path) -> None:
+    """Of the coordinator and of a worker."""
+    run, port = tmp_path / "run", str(free_port())
+    with unread(full_pipe, *coordinate(f"{jobs}:job", run, "--log", "verbose", "--port", port)) as coordinator:
+        join = ("--server", f"127.0.0.1:{port}", "--job", f"{jobs}:job", "--log", "verbose")
+        with unread(full_pipe, "w5xde_async.worker", *join) as worker:
+            assert coordinator.wait(60) == ExitCode.OK
+            assert worker.wait(60) == ExitCode.OK
+    assert recorded(run)[-1] == "run_finished"
+
+
+def test_a_stop_ends_a_coordinator_whose_standard_error_nobody_reads(full_pipe: int, jobs: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = coordinate(f"{jobs}:slow", run, "--workers", "1", "--grace", "0.2")
+    with unread(full_pipe, *arguments) as coordinator:
+        while "worker_joined" not in recorded(run):
+            assert coordinator.poll() is None
+            time.sleep(0.05)
+        coordinator.send_signal(signal.SIGTERM)
+        assert coordinator.wait(60) == ExitCode.OK

@@ -36,6 +36,7 @@ from w5xde_async.net.outbox import Outbox
 from w5xde_async.net.own_addresses import own_addresses
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.telemetry.events import CheckpointSaved, RunStarted, StepCommitted, Warned, WorkerJoined
+from w5xde_async.telemetry.writer import flush_all
 from w5xde_async.wire.frame import LENGTH_BYTES, SESSION_CAPS, decode_header
 from w5xde_async.wire.messages import Done, Lease, Message, Params, Result, Welcome
 from w5xde_async.worker.config import WorkerConfig
@@ -666,6 +667,7 @@ def test_a_node_says_that_it_joined_how_far_it_is_and_how_it_ended(capfd: pytest
                           network_s=0.0, gradient_bytes=1, encoded_bytes=1, encode_s=0.0)
         )  # fmt: skip
     lines.ended("the run is finished", worker)
+    flush_all()
     looks, first, *on_the_way, last = capfd.readouterr().err.splitlines()
     assert looks == "looking for the server at localhost:5555"
     assert first == "joined run digits at localhost:5555 as me, on cpu"
@@ -675,6 +677,7 @@ def test_a_node_says_that_it_joined_how_far_it_is_and_how_it_ended(capfd: pytest
     silent = NodeLines("silent", _WORDS)
     silent.joined(worker, WELCOME)
     silent.ended("the run is finished", worker)
+    flush_all()
     assert capfd.readouterr().err == ""
 
 

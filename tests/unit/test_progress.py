@@ -7,17 +7,21 @@ import io
 import json
 import logging
 import math
+import os
 import re
+import sys
 import time
 import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from tqdm.utils import disp_len
 
 from w5xde_async.errors import UsageError
 from w5xde_async.job import ENDLESS, shown_end
 from w5xde_async.process import attach
+from w5xde_async.telemetry import wording
 from w5xde_async.telemetry.events import (
     BatchGrown,
     Best,
@@ -35,6 +39,7 @@ from w5xde_async.telemetry.events import (
 )
 from w5xde_async.telemetry.progress import Progress, ProgressConfig
 from w5xde_async.telemetry.wording import clean
+from w5xde_async.telemetry.writer import writer_for
 
 START = RunStarted(
     version="0.1.0",
@@ -597,3 +602,65 @@ def test_what_is_told_at_the_end_may_find_nobody() -> None:
 
     progress = Progress(ProgressConfig(), stream=HungUp())
     progress.tell("To go on from here:", "python -m w5xde_async.coordinator")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.9996, "1 s"), (0.9994, "999 ms"), (0.0009996, "1 ms"), (999.4, "999 s"), (999.6, "16:40"), (1234.0, "20:34"),
+        (0.0, "0 s"),
+    ],
+)  # fmt: skip
+def test_a_time_is_rounded_before_its_unit_is_chosen(seconds: float, told: str) -> None:
+    assert wording.brief(seconds) == told
+
+
+def test_numbers_of_any_size_have_three_figures() -> None:
+    assert [wording.size(value) for value in (999.6, 1.2e15, 9.99e17)] == ["1 kB", "1.2 PB", "999 PB"]
+    assert wording.short(1.2e15) == "1.2P"
+    assert [wording.duration(value) for value in (9.94, 9.96)] == ["9.9 s", "0:10"]
+
+
+def test_one_of_them_is_no_plural() -> None:
+    text = Shown()(START, replace(FINISHED, leaves=990, leaves_in_vain=10, leases_stale=1, short_steps=1))
+    assert "1 late lease, 0 backed up\n" in text
+    assert "short      1 step · computed" in text
+
+
+def test_a_bar_shows_all_only_when_all_is_done() -> None:
+    shown = Shown(terminal=True, color=False)
+    shown(START)
+    assert " 99% |" in shown(step(999))
+    shown.clock.now += 1
+    assert "100% |" in shown(step(1000))
+
+
+@pytest.mark.parametrize("columns", [60, 70, 80, 100])
+def test_names_that_are_wide_on_a_terminal_cut_no_number(columns: int) -> None:
+    for count in range(1, 24):
+        shown = Shown(terminal=True, columns=columns, color=False)
+        line = shown(START, step(1, metrics={"精" * count: 98765.4321})).rpartition("\r")[2]
+        assert "精 9" not in line or "精 98765.4321" in line
+        assert disp_len(line) < columns
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals here")
+def test_a_terminal_that_says_it_has_no_rows_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh pseudo-terminal, as docker and ssh -t give one, and a script's stderr is that."""
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        progress = Progress(ProgressConfig(color=False))
+        for event in (START, step(1)):
+            progress(event)
+        assert writer_for(terminal).flush()
+        assert b"1/1,000 \xc2\xb7 loss 0.5000" in os.read(master, 1 << 16)
+        progress.close()
+        assert writer_for(terminal).flush()
+    os.close(master)
+
+
+def test_lines_that_are_left_out_are_told_of_in_json_too() -> None:
+    writer = Shown(log_format="json").progress._screen.writer
+    told = json.loads(writer.left_out(2, "why"))
+    assert (told["event"], told["level"], told["message"]) == ("log", "warning", "2 lines left out: why")

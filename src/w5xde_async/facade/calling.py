@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from tqdm import tqdm
-
 from w5xde_async.config import Kind
 from w5xde_async.errors import UsageError
 from w5xde_async.facade.arguments import PORT, TEXT
@@ -35,6 +33,7 @@ from w5xde_async.runtime import loop_factory
 from w5xde_async.telemetry import wording
 from w5xde_async.telemetry.events import Bus, Event, RunStarted
 from w5xde_async.telemetry.progress import Progress, ProgressConfig
+from w5xde_async.telemetry.writer import flush_all, writer_for
 from w5xde_async.wire.messages import Welcome
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection.connection import Departure
@@ -71,15 +70,18 @@ def block_on(main: Callable[[], Coroutine[Any, Any, _T]], *, instead: str, words
         pass
     else:
         raise UsageError(f"this call blocks, and an event loop runs in this thread: use {instead}, or another thread")
-    with words.said(), _ended_at_exit(serves) as running, asyncio.Runner(loop_factory=loop_factory()) as runner:
-        try:
-            return runner.run(running.call(main))
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt from None  # where the loop stood is no news
-        except asyncio.CancelledError:
-            if running.cancelled:
-                raise SystemExit from None  # which ends a thread without a word
-            raise
+    try:
+        with words.said(), _ended_at_exit(serves) as running, asyncio.Runner(loop_factory=loop_factory()) as runner:
+            try:
+                return runner.run(running.call(main))
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt from None  # where the loop stood is no news
+            except asyncio.CancelledError:
+                if running.cancelled:
+                    raise SystemExit from None  # which ends a thread without a word
+                raise
+    finally:
+        flush_all()  # what the caller prints now comes after it
 
 
 # -- calls that are still running when the program ends
@@ -216,7 +218,7 @@ _shown_by: list[logging.Handler] = []
 
 def tell(text: str) -> None:
     """A line on stderr, above a bar that may be there."""
-    tqdm.write(wording.clean(text), file=sys.stderr)
+    writer_for(sys.stderr).write(wording.clean(text))
 
 
 class NodeLines:
@@ -265,8 +267,8 @@ class NodeLines:
     def ended(self, how: str, worker: Worker) -> None:
         """It leaves, for the reason ``how``."""
         traffic = f"{wording.size(worker.bytes_sent)} sent, {wording.size(worker.bytes_received)} received"
-        took = wording.duration(self._clock() - self._began)
-        self._say(f"{how}: {self._pieces:,} pieces of batches, {self._samples:,} samples in {took}; {traffic}")
+        samples, took = wording.plural(self._samples, "sample"), wording.duration(self._clock() - self._began)
+        self._say(f"{how}: {wording.plural(self._pieces, 'piece')} of batches, {samples} in {took}; {traffic}")
 
     def _say(self, text: str) -> None:
         if self._told:

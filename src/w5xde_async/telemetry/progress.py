@@ -3,7 +3,8 @@
 What happens is shown when it happens (joins, leaves, evaluations, warnings); steps are not, they only move the bar,
 at most every ``refresh_s``. Off a terminal a line stands in for the bar, at most every 5 to 60 seconds (the longer
 the run, the rarer) or ten per cent. A step that is not shown costs a few hundred nanoseconds. Lines never tear the
-bar: everything goes through one screen, ``handler()`` included, from any thread.
+bar, and nobody waits for whoever reads: everything goes by the stream's one ``Writer``, ``handler()`` included, from
+any thread.
 
 Events are to come from one thread. The environment is not read here: ``config.color`` is where NO_COLOR ends up.
 """
@@ -16,23 +17,25 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TextIO
 
 from tqdm import tqdm
+from tqdm.utils import disp_len
 
 from w5xde_async.config import TIME, Config, one_of, setting
 from w5xde_async.telemetry import events, wording
 from w5xde_async.telemetry.events import Event, RunFinished, RunStarted, StepCommitted
 from w5xde_async.telemetry.records import to_line, to_record
+from w5xde_async.telemetry.writer import left_out, writer_for
 
-_ASCII = str.maketrans({"·": "|", "…": "...", "µ": "u", "\N{REPLACEMENT CHARACTER}": "?"})
 #: What is shown in silent mode too, as is a run that fails.
 _ALWAYS = (events.Warned, events.CheckpointFailed, events.JournalFailed, events.WorkerQuarantined, events.SampleLeftOut)
 _RATE_MEMORY_S = 10.0
 _MOST_METRICS = 3  # of the job's step, in a line
+_ROWS = 20  # as tqdm takes it to have where it does not ask; some terminals say 0
 _BAR, _SHARE = 16, 7  # columns that a bar takes, and the share alone
 #: What stands beside the bar, the first that there is room for: how terse, with how many metrics of the job's step, and
 #: the columns that are left.
@@ -88,6 +91,8 @@ class Progress:
         self._screen = _Screen(stream, columns or (lambda: _columns(stream)))
         self._paint = wording.colored if self._terminal and self._config.color and not self._json else wording.plain
         self._words, self._clock, self._wall = words, clock, wall
+        if self._json:
+            self._screen.writer.left_out = self._left_out
         self._interval_s = self._config.refresh_s
         self._next_at = -math.inf
         self._next_step = 0
@@ -134,8 +139,7 @@ class Progress:
     def tell(self, text: str, command: str) -> None:
         """``text``, and below it a command to be copied whole. For people alone."""
         if not self._json and self._config.mode != "silent":
-            with suppress(OSError):  # nobody sees it: a terminal that was hung up, a pipe that nobody reads any more
-                self._screen.write(f"{text}\n\n    {self._paint('accent', wording.clean(command, limit=10_000))}\n")
+            self._screen.write(f"{text}\n\n    {self._paint('accent', wording.clean(command, limit=10_000))}\n")
 
     def close(self) -> None:
         """Show the last step and let go of the bar; lines can still be written."""
@@ -246,6 +250,14 @@ class Progress:
         # JSON is read by machines and kept; the link is in the run directory's file.
         return to_line({"time": round(self._wall(), 3), **to_record(event, omit=("dashboard_link",))}).rstrip("\n")
 
+    def _left_out(self, count: int, why: str) -> str:
+        return _logged(self._wall(), "warning", __name__, left_out(count, why))
+
+
+def _logged(now: float, level: str, logger: str, message: str) -> str:
+    where = {"event": "log", "level": level, "logger": logger, "message": message}
+    return to_line({"time": round(now, 3), **where}).rstrip("\n")
+
 
 class _Rates:
     """Steps and samples per second, smoothed over about ``_RATE_MEMORY_S``, whatever the pace of ``update``."""
@@ -290,76 +302,102 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # at run time it takes none
     monitor_interval = 0  # no watching thread: the pace is ours
 
 
-_LOCK = threading.RLock()
-_Bar.set_lock(_LOCK)  # tqdm's own would also make a semaphore for other processes
+def _set_lock() -> None:
+    _Bar.set_lock(threading.RLock())  # tqdm's own would also make a semaphore for other processes
+
+
+_set_lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_set_lock)
 
 
 class _Screen:
-    """A stream with at most one bar at its end; every method may be called from any thread."""
+    """A stream with at most one bar at its end; every method may be called from any thread.
+
+    Bars are made, moved and painted by the stream's writer, in its turn. Of paintings that wait the last is made.
+    """
 
     def __init__(self, stream: TextIO, columns: Callable[[], int]) -> None:
-        self._stream = stream
+        self.writer = writer_for(stream)
         self._columns = columns
         self._bar: _Bar | None = None
-        self._unicode = (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
+        self._next: tuple[int, Sequence[tuple[str, int]]] = 0, ()
+        self._waits = False  # to be painted
 
     def write(self, text: str) -> None:
         """A line, or several, above the bar."""
-        with _LOCK:
-            if self._bar is not None:
-                self._bar.clear()
-            self._stream.write(self._encodable(text) + "\n")
-            if self._bar is not None:
-                self._bar.refresh()
-            self._stream.flush()
+        self.writer.write(text)
 
     def open_bar(self, total: int, initial: int, *, color: bool) -> None:
-        self.close_bar()
+        self.writer.call(partial(self._open, total, initial, color))
+
+    def set_total(self, total: int) -> None:
+        """The bar's end."""
+        self.writer.call(partial(self._set_total, total))
+
+    def draw(self, step: int, texts: Sequence[tuple[str, int]]) -> None:
+        """Move the bar; the first of ``texts`` that leaves so many columns, or the last, stands beside it."""
+        self._next = step, texts
+        if not self._waits:
+            self._waits = True
+            self.writer.call(self._paint)
+
+    def close_bar(self) -> None:
+        self.writer.call(self._close)
+
+    # --- called by the writer
+
+    def _open(self, total: int, initial: int, color: bool) -> None:
+        self._close()
         self._bar = _Bar(
             total=total or None,
             initial=initial,
-            file=self._stream,
-            ascii=not self._unicode,
+            file=self.writer.canvas,
+            ascii=not self.writer.unicode,
             colour="green" if color else None,
             bar_format="{desc}",
             mininterval=0,
             miniters=sys.maxsize,
             leave=True,
             gui=False,
+            ncols=max(self._columns() - 1, 1),
+            nrows=_ROWS,
         )
+        self.writer.bars.append(self._bar)
 
-    def set_total(self, total: int) -> None:
-        """The bar's end."""
+    def _set_total(self, total: int) -> None:
         if self._bar is not None:
             self._bar.total = total or None
 
-    def draw(self, step: int, texts: list[tuple[str, int]]) -> None:
-        """Move the bar; the first of ``texts`` that leaves so many columns, or the last, stands beside it."""
-        if self._bar is None:
+    def _paint(self) -> None:
+        self._waits = False  # before it is looked what is next: whoever comes later has it painted again
+        step, texts = self._next
+        bar = self._bar
+        if bar is None:
             return
         columns = max(self._columns() - 1, 1)  # a full last column makes some terminals wrap; to tqdm, 0 is no limit
-        text = next((text for text, room in texts if len(text) + room <= columns), texts[-1][0])
-        width = min(columns - len(text) - 8, 40) if self._bar.total else 0  # nothing is a share of no end
-        with _LOCK:
-            self._bar.n = step
-            self._bar.ncols = columns
-            bar = f"{{bar:{width}}}|" if width >= 4 else ""
-            shares = self._bar.total and len(text) + _SHARE <= columns
-            self._bar.bar_format = f"{{percentage:3.0f}}% |{bar} {{desc}}" if shares else "{desc}"
-            self._bar.set_description_str(self._encodable(text), refresh=False)
-            self._bar.refresh()
+        text, wide = "", 0
+        for text, room in texts:
+            text = self.writer.encodable(text)
+            wide = disp_len(text)
+            if wide + room <= columns:
+                break
+        width = min(columns - wide - 8, 40) if bar.total else 0  # nothing is a share of no end
+        bar.n = step
+        bar.ncols = columns
+        share = ""
+        if bar.total and wide + _SHARE <= columns:
+            share = f"{100 if step >= bar.total else min(100 * step / bar.total, 99):3.0f}% |"
+        form = f"{{bar:{width}}}|" if width >= 4 else ""
+        bar.bar_format = f"{share}{form} {{desc}}" if share else "{desc}"
+        bar.set_description_str(text, refresh=False)
+        bar.refresh()
 
-    def close_bar(self) -> None:
-        with _LOCK:
-            if self._bar is not None:
-                self._bar.close()
-                self._bar = None
-
-    def _encodable(self, text: str) -> str:
-        if self._unicode:
-            return text
-        encoding = self._stream.encoding
-        return text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self.writer.bars.remove(self._bar)
+            self._bar = None
 
 
 class _ScreenHandler(logging.Handler):
@@ -372,8 +410,7 @@ class _ScreenHandler(logging.Handler):
             message = self.format(record)
             level = record.levelname.lower()
             if self._wall is not None:
-                where = {"event": "log", "level": level, "logger": record.name, "message": message}
-                self._screen.write(to_line({"time": round(self._wall(), 3), **where}).rstrip("\n"))
+                self._screen.write(_logged(self._wall(), level, record.name, message))
             else:
                 warns, fails = record.levelno >= logging.WARNING, record.levelno >= logging.ERROR
                 style = "bad" if fails else "warn" if warns else "dim"

@@ -23,7 +23,7 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.plan.tree import Block
 from w5xde_async.randomness import Claim, random_state
 from w5xde_async.segments import Opened, Segment, Unshared
+from w5xde_async.telemetry.writer import flush_all, writer_for
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.users_code import Overdue, time_limit, users_code
 from w5xde_async.wire.messages import Done
@@ -468,13 +469,12 @@ class InPlace:
 def _end() -> None:
     """A step goes round in circles on the event loop and swallows whatever would end it: no signal is heard any more,
     nothing is sent, no checkpoint can be made. What is on the disk is whole."""
-    with suppress(OSError, ValueError):  # it ends also where nobody reads that
-        sys.stderr.write(
-            "the job's step has swallowed every interrupt (an except without a type, or of BaseException) and does not "
-            "return: the coordinator ends. Have it catch Exception, or start with --short-steps workers; --resume goes "
-            "on from the last checkpoint\n"
-        )
-        sys.stderr.flush()
+    writer_for(sys.stderr).write(
+        "the job's step has swallowed every interrupt (an except without a type, or of BaseException) and does not "
+        "return: the coordinator ends. Have it catch Exception, or start with --short-steps workers; --resume goes on "
+        "from the last checkpoint"
+    )
+    flush_all()  # as far as somebody reads it
     os._exit(ExitCode.ERROR)
 
 

@@ -27,6 +27,7 @@ from w5xde_async.facade.calling import (
     LogMode,
     NodeLines,
     block_on,
+    tell,
     token_of,
     where_to_join,
     working,
@@ -235,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return code_when_left
     except W5xdeError as error:
-        sys.stderr.write(f"{_PROG}: {error}\n")
+        tell(f"{_PROG}: {error}")
         return error.exit_code
     return ExitCode.OK
 
