@@ -1,17 +1,30 @@
-"""The dashboard in a real browser, on a real run: somebody joins late and watches a worker go and come back."""
+"""The dashboard in a real browser: on a real run, where somebody joins late and watches a worker go and come back, and
+on values that are out of the common."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.events import STARTED, committed
 from tests.support.processes import Program, programs
+
+from w5xde_async.telemetry.dashboard.server import Dashboard
+from w5xde_async.telemetry.dashboard.view import View
+from w5xde_async.telemetry.metrics import Metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -148,3 +161,82 @@ def test_late_viewer_sees_a_worker_leave_and_come_back(browser: Any, tmp_path: P
         assert coordinator.finish() == 0
         first.signal(signal.SIGTERM)
         page.close()
+
+
+@contextmanager
+def shown(view: View) -> Iterator[str]:
+    """A dashboard of ``view`` in a thread of its own; its address."""
+    serving: Future[str] = Future()
+    over: list[Callable[[], object]] = []
+
+    async def serve() -> None:
+        ends, dashboard = asyncio.Event(), Dashboard(view, Metrics(), host="127.0.0.1", port=0)
+        await dashboard.start()
+        over.append(partial(asyncio.get_running_loop().call_soon_threadsafe, ends.set))
+        serving.set_result(dashboard.address)
+        await ends.wait()
+        await dashboard.aclose()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        yield serving.result(20.0)
+    finally:
+        over[0]()
+        thread.join()
+
+
+#: Whether the canvas of a chart has its line, which is of a color that the style sheet names.
+HAS_LINE = """([id, name]) => {
+  const canvas = document.querySelector(`#${id} canvas`);
+  const probe = document.createElement("canvas").getContext("2d");
+  probe.fillStyle = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  probe.fillRect(0, 0, 1, 1);
+  const wanted = probe.getImageData(0, 0, 1, 1).data.join();
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  for (let at = 0; at < data.length; at += 4) if (data.slice(at, at + 4).join() === wanted) return true;
+  return false;
+}"""
+#: Keeps what is written on canvases.
+KEEP_WRITTEN = """
+  window.written = [];
+  const write = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+    window.written.push(text);
+    return write.call(this, text, ...rest);
+  };"""
+
+
+@pytest.mark.allow_leaks
+def test_odd_values_are_shown(browser: Any) -> None:
+    """Of a long run with many workers, on a machine whose clock was set back, and whose loss has gone to nothing."""
+    from playwright.sync_api import expect
+
+    clock, wall = [0.0], [1.8e9]
+    view = View(wall=lambda: wall[0], clock=lambda: clock[0])
+    view(replace(STARTED, total_steps=10**9, resumed_step=999_000_000))
+    for step in range(1, 61):
+        clock[0] += 1.0
+        wall[0] += 1.0 if step != 30 else -3600.0
+        loss = 10.0 ** -(step / 1.5) if step < 60 else math.nan
+        view(committed(999_000_000 + step, loss=loss, metrics={"far": math.inf}, num_workers=3000 + step))
+        view.update()
+    trouble: list[str] = []
+    with shown(view) as address:
+        page = browser.new_page(viewport={"width": 1200, "height": 1100})
+        page.add_init_script(KEEP_WRITTEN)
+        page.on("pageerror", lambda error: trouble.append(str(error)))
+        page.goto(address)
+        expect(page.locator("#progress-text")).to_contain_text("about 11 d")
+        expect(page.locator("#tiles div", has_text="Loss").first.locator("dd")).to_contain_text("nan")
+        expect(page.locator("#tiles div", has_text="far").first.locator("dd")).to_contain_text("inf")
+        for chart, color in (("chart-rate", "compute"), ("chart-workers", "network"), ("chart-loss", "accent")):
+            assert page.evaluate(HAS_LINE, [chart, color]), chart
+        written = page.evaluate("written")
+        assert {"999,000,020", "999,000,040", "3k"} <= set(written)
+        page.evaluate("written.length = 0")
+        page.click("#log-scale")
+        page.wait_for_function("written.includes('1e-20')")
+        assert page.evaluate(HAS_LINE, ["chart-loss", "accent"])
+        page.close()
+    assert trouble == []

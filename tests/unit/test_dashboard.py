@@ -146,6 +146,37 @@ async def test_looking_changes_nothing_that_is_seen():
         await watching.aclose()
 
 
+def test_time_in_which_nothing_could_be_computed_has_no_part_in_what_is_left():
+    view, wall = view_of(replace(STARTED, total_steps=1000), Waiting(reason="0 of 1 workers"))
+    wall.now += 36_000.0
+    for step in range(1, 101):
+        wall.now += 0.6
+        view(committed(step, seconds=0.6))
+        view.update()
+    assert view.snapshot()["status"]["eta_s"] == pytest.approx(540.0)
+    view(committed(101, seconds=0.6))
+    view(Waiting(reason="0 of 1 workers"))
+    view.update()
+    assert view.snapshot()["status"]["eta_s"] is None
+    wall.now += 36_000.0
+    for step in (102, 103):
+        wall.now += 0.6
+        view(committed(step, seconds=0.6))
+        view.update()
+    assert view.snapshot()["status"]["eta_s"] == pytest.approx(538.2)
+    view(FINISHED)
+    assert view.snapshot()["status"]["eta_s"] is None
+
+
+def test_a_run_without_an_end_has_nothing_left():
+    view, wall = view_of(replace(STARTED, total_steps=0))
+    for step in (1, 2, 3):
+        wall.now += 1.0
+        view(committed(step))
+        view.update()
+    assert "eta_s" not in view.snapshot()["status"]
+
+
 def test_waiting_after_a_step_is_waiting():
     view, _ = view_of(STARTED, committed(1), Waiting(reason="no workers"))
     view.update()

@@ -27,6 +27,7 @@ from w5xde_async.telemetry.events import (
     WorkerLeft,
     WorkerReported,
 )
+from w5xde_async.telemetry.rates import Rate
 from w5xde_async.telemetry.records import SECRETS, number, plain_fields, plain_value, read_records
 
 #: Columns of ``series``: one row an update, merged over long runs.
@@ -83,6 +84,7 @@ class View:
         self._row_at = self._commit_at = 0.0  # by ``clock``: the last row, and the last one that had steps
         self._last: StepCommitted | None = None
         self._running = False
+        self._pace = Rate()  # of steps
         self._losses: list[float] = []
         self._samples = self._steps = 0
         self._seconds = self._step_s = 0.0
@@ -129,6 +131,7 @@ class View:
             case RunStarted():
                 self._run = plain_fields(event, omit=SECRETS)
                 self._status |= {"step": event.resumed_step, "total_steps": event.total_steps, "state": "waiting"}
+                self._pace = Rate()
                 self.log("info", f"run {event.run_name} began at step {event.resumed_step:,}, term {event.term}")
             case events.BatchGrown():
                 self._status |= {"total_steps": event.total_steps}
@@ -138,7 +141,8 @@ class View:
                 self._left(event)
             case events.Waiting():
                 self._running = False
-                self._status |= {"state": "waiting", "waits_for": wording.clean(event.reason)}
+                self._pace.pause()
+                self._status |= {"state": "waiting", "waits_for": wording.clean(event.reason), "eta_s": None}
             case events.Evaluated():
                 self._note("evaluations", self._evaluations, plain_fields(event))
             case events.CheckpointSaved():
@@ -160,6 +164,7 @@ class View:
             case events.RunFinished():
                 self._finished, self._running = plain_fields(event), False
                 self._status |= {"state": event.outcome, "reason": wording.clean(event.reason), "waits_for": ""}
+                self._status["eta_s"] = None
                 level = "info" if event.outcome == "finished" else "warning"
                 self.log(level, f"{event.outcome} {event.reason}".strip())
 
@@ -301,6 +306,7 @@ class View:
             rate = self._samples / self._seconds if self._seconds > 0 else None
             self._commit_at, self._step_s = now, self._seconds / self._steps
             self._status["step_s"] = self._step_s
+            self._estimate(now, step.step)
         elif now - self._commit_at < max(_STALL_S, 3 * self._step_s) or now - self._row_at < 1.0:
             return None
         losses = self._losses
@@ -322,6 +328,15 @@ class View:
         self._row_at, self._losses, self._samples, self._steps, self._seconds = now, [], 0, 0, 0.0
         self._series.append(row)
         return row
+
+    def _estimate(self, now: float, step: int) -> None:
+        """How long the run still takes, as the progress bar has it."""
+        if not self._running:
+            return
+        self._pace.update(now, step)
+        total = self._status["total_steps"]
+        if isinstance(total, int) and total:
+            self._status["eta_s"] = self._pace.seconds_for(total - step)
 
 
 class LogHandler(logging.Handler):

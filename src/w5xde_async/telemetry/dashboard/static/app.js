@@ -72,10 +72,7 @@ const drawStatus = () => {
   const total = number(status.total_steps) || 0, step = number(status.step) || 0;
   by("progress").max = total || 1;
   by("progress").value = step;
-  const begin = number(run.resumed_step) || 0;
-  const uptime = number(status.uptime_s);
-  const left = total - step, pace = uptime && step > begin ? (step - begin) / uptime : null;
-  const eta = finished ? "" : pace ? `about ${duration(left / pace)} left` : "";
+  const eta = number(status.eta_s) ? `about ${duration(status.eta_s)} left` : "";
   by("progress-text").textContent = total ? `${count(step)} of ${count(total)} steps · ${percent(step / total)}${eta ? ` · ${eta}` : ""}` : `${count(step)} steps`;
   const last = evaluations[evaluations.length - 1];
   const vain = number(status.leaves_in_vain) || 0, leaves = number(status.leaves) || 0;
@@ -91,7 +88,7 @@ const drawStatus = () => {
       number(status.gradient_norm) === null ? "" : `gradient norm ${short(status.gradient_norm)}`),
     tile("Network", bytes((number(status.bytes_sent) || 0) + (number(status.bytes_received) || 0)),
       `${bytes(status.bytes_sent)} out, ${bytes(status.bytes_received)} in`),
-    tile("Elapsed", duration(uptime), run.resumed_step ? `resumed at step ${count(run.resumed_step)}` : ""),
+    tile("Elapsed", duration(status.uptime_s), run.resumed_step ? `resumed at step ${count(run.resumed_step)}` : ""),
     tile("Compute", arithmetic ? flops(arithmetic) : "–", `coordinator's memory ${bytes(status.host_bytes)}`),
     ...Object.entries(last ? last.metrics : {}).slice(0, 4).map(([name, value]) => tile(name, figure(value), `evaluated at step ${count(last.step)}`)),
   );

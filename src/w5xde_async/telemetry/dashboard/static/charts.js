@@ -1,5 +1,5 @@
 // Charts: loss, throughput and workers by uPlot, the timeline on canvases of its own.
-import { clock, figure, percent, short } from "./format.js";
+import { clock, count, figure, percent, short } from "./format.js";
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const made = new Map();
@@ -28,6 +28,27 @@ const show = (id, data, options) => {
   made.set(id, chart);
 };
 
+// Steps: in full where short ones would be alike.
+const steps = (u, ticks) => {
+  const brief = ticks.map(short);
+  return new Set(brief).size < ticks.length ? ticks.map(count) : brief;
+};
+
+// Powers of ten, and what lies between where there are few: uPlot's own never end where values are 1e-24 and less.
+const decades = (u, at, low, high) => {
+  const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
+  const every = Math.max(1, Math.ceil((last - first) / 8)), ticks = [];
+  for (let power = first; power <= last; power += every) {
+    for (const digit of last - first < 3 ? [1, 2, 5] : [1]) ticks.push(Number(`${digit}e${power}`));
+  }
+  return ticks.filter((tick) => tick >= low && tick <= high);
+};
+
+const powers = {
+  incrs: [1e300], splits: decades, filter: (u, ticks) => ticks,  // an increment is wanted, though it has no meaning
+  values: (u, ticks) => ticks.map((value) => (value >= 1e-3 && value < 1e6 ? short(value) : value.toExponential())),
+};
+
 export const loss = (rows, logarithmic) => {
   const pick = (column) => rows.map((row) => row[column]);
   const smooth = [];
@@ -39,7 +60,8 @@ export const loss = (rows, logarithmic) => {
   }
   show("chart-loss", [pick(0), pick(3), pick(4), pick(2), smooth], {
     scales: { x: { time: false }, y: { distr: logarithmic ? 3 : 1 } },
-    axes: [axis({ values: (u, ticks) => ticks.map((value) => short(value)) }), axis({ size: 60, values: (u, ticks) => ticks.map((value) => (value === null ? "" : short(value))) })],
+    axes: [axis({ space: (u, at, low, high) => Math.max(50, 20 + 7 * count(high).length), values: steps }),
+      axis({ size: 60, ...(logarithmic ? powers : { values: (u, ticks) => ticks.map(short) }) })],
     bands: [{ series: [2, 1], fill: color("band") }],
     cursor: { points: { size: 6 } },
     legend: { live: true },
@@ -53,8 +75,19 @@ export const loss = (rows, logarithmic) => {
   });
 };
 
+// Where somebody has set the clock back, what was before moves back with it: uPlot wants time to go on.
+const times = (rows) => {
+  const found = rows.map((row) => row[1]);
+  let back = 0;
+  for (let i = found.length - 2; i >= 0; i--) {
+    back = Math.max(back, found[i] - found[i + 1]);
+    found[i] -= back;
+  }
+  return found;
+};
+
 const overTime = (id, rows, column, label, name, format, extra = {}) => show(
-  id, [rows.map((row) => row[1]), rows.map((row) => row[column])], {
+  id, [times(rows), rows.map((row) => row[column])], {
     legend: { show: false },
     axes: [axis({ space: 80, values: (u, ticks) => ticks.map(clock) }), axis({ size: 60, space: 28, values: (u, ticks) => ticks.map((value) => short(value)), ...extra.axis })],
     scales: { y: { range: (u, low, high) => [0, Math.max(high * 1.1, 1)] } },
@@ -68,7 +101,7 @@ export const rate = (rows) => overTime("chart-rate", rows, 5, "samples/s", "comp
 
 export const workers = (rows) => overTime("chart-workers", rows, 6, "workers", "network",
   (value) => (value === null ? "–" : String(value)),
-  { axis: { incrs: [1, 2, 5, 10, 20, 50, 100], space: 18 }, series: { paths: uPlot.paths.stepped({ align: 1 }) } });
+  { axis: { incrs: [0, 1, 2, 3, 4, 5].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power)), space: 18 }, series: { paths: uPlot.paths.stepped({ align: 1 }) } });
 
 export const forget = () => {
   for (const chart of made.values()) chart.destroy();

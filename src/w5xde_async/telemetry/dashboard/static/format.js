@@ -7,7 +7,10 @@ export const number = (value) => {
 
 export const count = (value) => (number(value) === null ? "–" : Math.round(value).toLocaleString("en"));
 
+const notFinite = (value) => ["nan", "inf", "-inf"].includes(value);  // for which JSON has no word
+
 export const short = (value) => {
+  if (notFinite(value)) return value;
   let found = number(value);
   if (found === null || !Number.isFinite(found)) return found === null ? "–" : String(found);
   for (const unit of ["", "k", "M", "G", "T", "P"]) {
@@ -23,6 +26,7 @@ export const flops = (value) => {
 };
 
 export const figure = (value) => {
+  if (notFinite(value)) return value;
   const found = number(value);
   if (found === null) return "–";
   if (found === 0 || (Math.abs(found) >= 1e-3 && Math.abs(found) < 1e5)) return found.toFixed(4);
