@@ -261,19 +261,22 @@ def tensorboard_events(file: Path) -> list[Any]:
 
 def test_tensorboard_shows_steps_that_are_made_again_once(tmp_path: Path):
     pytest.importorskip("tensorboardX")
-    for term, resumed_step, steps in ((1, 0, (1, 2, 3)), (2, 2, (3, 4))):
+    # The last goes on from another run's checkpoint, in its files.
+    for term, resumed_step, steps in ((1, 0, (1, 2, 3)), (2, 2, (3, 4)), (3, 0, (1,)), (1, 3, (4,))):
         tracking = Tracking(["tensorboard"], tmp_path, interval_s=0.0)
         tracking(replace(STARTED, term=term, resumed_step=resumed_step))
         for step in steps:
             tracking(committed(step))
         tracking(FINISHED)
         tracking.close()
-    first, second = map(tensorboard_events, sorted((tmp_path / "tensorboard").iterdir()))
-    assert [event.file_version for event in (first[0], second[0])] == ["brain.Event:2"] * 2
-    assert not any(event.HasField("session_log") for event in first)
-    assert [event.step for event in second if event.HasField("session_log")] == [3]  # from there on the first is void
-    shown = [event.step for event in second for value in event.summary.value if value.tag == "loss"]
-    assert shown == [3, 4]
+    files = [tensorboard_events(file) for file in sorted((tmp_path / "tensorboard").iterdir())]
+    assert [events[0].file_version for events in files] == ["brain.Event:2"] * 4
+    void_from = [[event.step for event in events if event.HasField("session_log")] for events in files]
+    assert void_from == [[], [3], [1], [4]]  # what the files before have from there on is shown no more
+    losses = [
+        [event.step for event in events for value in event.summary.value if value.tag == "loss"] for events in files
+    ]
+    assert losses == [[1, 2, 3], [3, 4], [1], [4]]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device stands for a full disk")

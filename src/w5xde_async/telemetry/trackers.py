@@ -90,9 +90,10 @@ class TensorBoard(Tracker):
         self._records: Any = import_module("tensorboardX").RecordWriter(str(file))
         text = "\n".join(f"    {key} = {value}" for key, value in config.items())
         events: list[dict[str, Any]] = [{"file_version": "brain.Event:2"}]
-        if number(config.get("term")) > 1:  # an earlier start has shown steps that are made again
+        term, resumed_step = (int(number(config[name])) for name in ("term", "resumed_step"))
+        if term > 1 or resumed_step:  # an earlier start may have shown steps that are made again
             begun = self._proto.SessionLog(status=self._proto.SessionLog.START)
-            events.append({"session_log": begun, "step": int(number(config.get("resumed_step"))) + 1})
+            events.append({"session_log": begun, "step": resumed_step + 1})
         self._write(*events, {"summary": self._summary.text("run", text)})
 
     def log(self, step: int, values: Values) -> None:
