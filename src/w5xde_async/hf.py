@@ -32,7 +32,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 
 from w5xde_async.errors import JobError
-from w5xde_async.job import Job, Precision, collated, first_samples, of_whole_microbatches, step_function
+from w5xde_async.job import Job, Precision, collated, copied_model, first_samples, of_whole_microbatches, step_function
 from w5xde_async.randomness import random_state, seed_all
 
 #: What an evaluation tells of itself, not of the model.
@@ -293,7 +293,7 @@ def _gradient_ratio(trainer: Trainer, job: Job) -> float:
         return 1.0
     try:
         with random_state(), torch.no_grad():
-            model = copy.deepcopy(trainer.model).eval()
+            model = copied_model(trainer.model).eval()
             batch = dict(collated(job.collate, first_samples(job, min(2, job.microbatch_samples))))
             _, labels = trainer.get_batch_samples(iter([batch] * count), count, torch.device("cpu"))
             seed_all(job.seed)
@@ -329,7 +329,7 @@ def _kept(trainer: Trainer, job: Job) -> list[str]:
             batch = collated(job.collate, first_samples(job, min(2, job.microbatch_samples)))
             for _ in range(2):
                 seed_all(job.seed)
-                tried(copy.deepcopy(trainer.model).train(), batch)
+                tried(copied_model(trainer.model).train(), batch)
                 seen.append({name: _of_value(value) for name, value in vars(tried.trainer).items()})
     except JobError:
         raise

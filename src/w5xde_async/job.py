@@ -60,6 +60,7 @@ _MOST_HELD = 1024  # by one container; by what is not large
 _LARGE_BYTES = 1 << 20
 _MOST_UNREADABLE = 64  # of the first samples, for a look at a few
 _CONSTANT = {bool, bytes, float, int, str, type(None)}
+_MAKE = "give a function that makes the model (model=make)"
 _LABELS = ("labels", "label", "targets", "target")
 
 
@@ -470,22 +471,34 @@ def build_model(job: Job, *, replica: bool = False) -> nn.Module:
     """
     if isinstance(job.model, nn.Module):
         require_copyable(job.model)
-        return (copy.deepcopy(job.model) if replica else job.model).train()
-    return made_model(job.model, job.seed).train()
+        return _in_train_mode(copied_model(job.model) if replica else job.model)
+    return _in_train_mode(made_model(job.model, job.seed))
+
+
+def _in_train_mode(model: nn.Module) -> nn.Module:
+    hints = {"train() is not supported": "give the module itself, not what torch.export has made of it"}
+    with _as_job_errors("model", f"{type(model).__name__}.train()", hints=hints):
+        return model.train()
 
 
 def replica_of(job: Job, model: nn.Module) -> nn.Module:
     """A copy of ``model``, which ``build_model`` has given.
 
     Where it holds itself, as by a hook that is a closure, a copy would compute with ``model``'s parameters: another is
-    made then, with its values. Raises JobError where the job's function makes no other.
+    made then, with its values, as where it cannot be copied. Raises JobError where the job's function makes no other.
     """
-    if isinstance(job.model, nn.Module) or not (place := _closure_over(model)):
-        return copied_model(model)
+    given, error = isinstance(job.model, nn.Module), None
+    if given or not (place := _closure_over(model)):
+        try:
+            return copied_model(model)
+        except JobError as raised:
+            if given:
+                raise
+            error = raised
     made = build_model(job)
     ours, theirs = ([*one.parameters(), *one.buffers()] for one in (made, model))
     if not {id(tensor) for tensor in ours}.isdisjoint(map(id, theirs)):
-        raise JobError(
+        raise error or JobError(
             "model",
             f"its function gives the same parameters again, and {place} holds them: no copy of the model computes with "
             "its own",
@@ -514,8 +527,11 @@ def require_copyable(model: nn.Module) -> None:
                 raise JobError(
                     "model",
                     f"{named!r} was computed from parameters, and torch copies no such tensor",
-                    "give a function that makes the model (model=make)",
+                    _MAKE,
                 )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor) not in (nn.Parameter, Tensor) and not _is_copied(tensor, {}):
+            raise JobError("model", f"{name!r} is a {type(tensor).__name__}, which cannot be copied", _MAKE)
     if place := _closure_over(model):
         raise JobError(
             "model",
@@ -526,13 +542,74 @@ def require_copyable(model: nn.Module) -> None:
         )
 
 
-def copied_model(model: nn.Module) -> nn.Module:
-    """A copy. What hooks have computed from parameters, as ``weight_norm``'s, torch does not copy, and they compute it
-    again: it is the same tensor till then."""
-    return copy.deepcopy(model, {
-        id(value): value for part in model.modules() for value in vars(part).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    })  # fmt: skip
+def copied_model(model: nn.Module, instead: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
+    """A copy, whose parameters are its own. ``instead``: by id, what it has in place of a copy of a tensor.
+
+    What hooks have computed from parameters, as ``weight_norm``'s, torch does not copy, and they compute it again: it
+    is the same tensor till then. Raises JobError where there can be no such copy.
+    """
+    memo: dict[int, Any] = {**{id(value): value for value in _computed(model)}, **instead}
+    try:
+        made = copy.deepcopy(model, memo)
+        _take_tensors(model, made, memo)
+    except Exception as error:
+        if not (place := _uncopied(model)):  # memory, say
+            raise
+        raise JobError("model", f"no copy can be made of {place}: {in_one_line(error)}", _MAKE) from error
+    known = {id(one): name for name, one in model.named_parameters() if one.requires_grad}
+    trained = [one for one in made.parameters() if one.requires_grad]
+    shared = [known[id(one)] for one in trained if id(one) in known and id(one) not in instead]
+    if shared or len(trained) != len(known):
+        kept = (
+            f"has its parameter {shared[0]!r} itself" if shared else f"trains {len(trained)} tensors, not {len(known)}"
+        )
+        raise JobError("model", f"a copy of it {kept}: what workers compute would be lost", _MAKE)
+    return made
+
+
+def _computed(model: nn.Module) -> Iterator[Tensor]:
+    """What hooks have left in attributes."""
+    for part in model.modules():
+        yield from (value for value in vars(part).values() if isinstance(value, Tensor) and not value.is_leaf)
+
+
+def _take_tensors(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
+    """Give parts in TorchScript copies of their tensors: theirs are results of a computation, which are not trained,
+    and none of those that another part has too."""
+    parts: dict[str, Any] = dict(copied.named_modules())
+    for name, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            for leaf, tensor in (*part._parameters.items(), *part._buffers.items()):
+                setattr(parts[name], leaf, copy.deepcopy(tensor, memo))
+
+
+def _uncopied(model: nn.Module) -> str:
+    """What of a model raises where it is copied alone."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
+        if not _is_copied(tensor, {}):
+            return f"{name!r}, a {type(tensor).__name__}"
+    known = {id(one): one for one in (*model.modules(), *(tensor for _, tensor in tensors), *_computed(model))}
+    for where, part in model.named_modules():
+        place = f"module {where or type(part).__name__!r}"
+        if hasattr(type(part), "__deepcopy__"):
+            if not _is_copied(part, {}):
+                return place
+            continue
+        state = part.__getstate__()
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if not _is_copied(value, dict(known)):
+                return f"attribute {name!r} of {place}"
+    return ""
+
+
+def _is_copied(value: object, memo: dict[int, Any]) -> bool:
+    """Whether it can be; where memory lacks for that, nothing else is wrong with it."""
+    try:
+        copy.deepcopy(value, memo)
+    except Exception as error:
+        return isinstance(error, MemoryError) or "allocate" in str(error)
+    return True
 
 
 def _closure_over(model: nn.Module) -> str:

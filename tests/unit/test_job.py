@@ -8,6 +8,7 @@ import math
 import pickle
 import re
 import sys
+import threading
 import weakref
 from array import array
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
@@ -40,6 +41,7 @@ from w5xde_async.job import (
     best_by,
     build_model,
     collated,
+    copied_model,
     copy_among,
     copy_of_sample,
     load_job,
@@ -559,6 +561,90 @@ def test_functions_that_every_copy_would_call_with_the_first_model_are_refused(p
     for replica in (True, False):
         with pytest.raises(JobError, match=f"model: {place} holds the model, or a part of it"):
             build_model(job(model=given), replica=replica)
+
+
+class _Tagged(Tensor):
+    """It has no ``new_empty`` that gives its kind, without which torch copies none."""
+
+
+class _OfATensor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(1).as_subclass(_Tagged))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale  # type: ignore[no-any-return]
+
+
+class _Locked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.lock = threading.Lock()
+
+
+class _Single(nn.Linear):
+    def __deepcopy__(self, memo: object) -> _Single:
+        return self
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_model_that_cannot_be_copied_is_refused_by_the_name_of_what_cannot() -> None:
+    for replica in (True, False):
+        with pytest.raises(JobError, match=r"model: 'scale' is a _Tagged, which cannot be copied; give a function"):
+            build_model(job(model=_OfATensor()), replica=replica)
+    locked = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2)), _Locked())
+    with pytest.raises(JobError, match=r"of attribute 'lock' of module '1': TypeError: cannot pickle .*; give a func"):
+        copied_model(locked)
+    with pytest.raises(JobError, match=r"a copy of it has its parameter '0.weight' itself: what workers compute would"):
+        build_model(job(model=nn.Sequential(_Single(2, 2))), replica=True)
+    assert copied_model(_Single(2, 2).requires_grad_(False))
+
+
+def test_memory_that_lacks_for_a_copy_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+    given = nn.Linear(2, 2)
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", lacking)
+    with pytest.raises(RuntimeError, match=r"^DefaultCPUAllocator"):
+        copied_model(given)
+
+
+def test_of_a_made_model_that_cannot_be_copied_another_is_made() -> None:
+    given = job(model=_OfATensor)
+    first, x = build_model(given), torch.ones(1, 2)
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.fill_(2.0)
+    replica = replica_of(given, first)
+    assert torch.equal(replica(x), first(x))
+    assert not {*map(id, replica.parameters())} & {*map(id, first.parameters())}
+    with pytest.raises(JobError, match="model: no copy can be made of 'scale', a _Tagged: RuntimeError"):
+        replica_of(job(model=lambda: first), first)
+
+
+def test_a_model_that_has_no_train_mode_is_refused() -> None:
+    exported = torch.export.export(nn.Linear(2, 2), (torch.zeros(1, 2),)).module()
+    for given in (exported, lambda: exported):
+        with pytest.raises(JobError, match=r"model: GraphModule.train\(\) raised Not.*; give the module itself, not"):
+            build_model(job(model=given))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_copy_in_torchscript_trains_its_own_parameters_which_parts_have_together() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    first.bias.requires_grad_(False)
+    given = nn.Sequential(torch.jit.script(first), torch.jit.script(second), nn.Linear(2, 2))
+    given[2].weight = first.weight
+    for copied in (copied_model(given), copied_model(copied_model(given)), copied_model(torch.jit.script(given))):
+        trained = [name for name, parameter in copied.named_parameters() if parameter.requires_grad]
+        assert trained == ["0.weight", "1.bias", "2.bias"]
+        copied(torch.ones(1, 2)).sum().backward()
+        for name, parameter in copied.named_parameters():
+            assert isinstance(parameter, nn.Parameter)
+            assert (parameter.grad is not None) == (name in trained)
+    assert all(parameter.grad is None for parameter in given.parameters())
 
 
 def _closed() -> nn.Module:

@@ -158,6 +158,12 @@ def test_the_first_difference_in_words(theirs: dict[str, Any], words: str) -> No
 # -- what cannot be trained
 
 
+def computed() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module._parameters["weight"] = module.weight.clone()  # type: ignore[assignment]
+    return module
+
+
 def lazy() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -218,6 +224,7 @@ def test_every_dtype_of_a_layout_travels_and_can_be_saved() -> None:
         (lazy(), "'weight' is lazy"),
         (with_tensor(torch.zeros(4, dtype=torch.float8_e8m0fnu), buffer=True), "'it' is float8_e8m0fnu"),
         (with_tensor(torch.zeros([1] * 65)), "'it' has 65 axes"),
+        (computed(), "'weight' is the result of a computation, as in a copy.deepcopy of a model in TorchScript"),
         (sharing(slice(0, 6)), "'first' and 'second' share memory"),
         (sharing(slice(3, 9)), "'first' and 'second' share memory"),
     ],
@@ -229,6 +236,7 @@ def test_every_dtype_of_a_layout_travels_and_can_be_saved() -> None:
         "lazy",
         "float8_e8m0fnu",
         "axes",
+        "computed",
         "alias",
         "overlap",
     ],

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from w5xde_async.compute.modes import Modes
 from w5xde_async.params.flat import isfinite, ordered
-from w5xde_async.params.layout import Layout, named_state
+from w5xde_async.params.layout import Layout, named_state, submodule
 
 
 class Sums(Protocol):
@@ -243,12 +243,26 @@ def statistics(layout: Layout, model: nn.Module) -> tuple[int, ...]:
 
 def _is_statistic(model: nn.Module, name: str) -> bool:
     owner, _, leaf = name.rpartition(".")
-    return leaf in ("running_mean", "running_var") and isinstance(model.get_submodule(owner), _NormBase)
+    kinds = (_NormBase, torch.jit.ScriptModule)  # what is in TorchScript has its class as a name alone
+    return leaf in ("running_mean", "running_var") and isinstance(submodule(model, owner), kinds)
 
 
 def _observes(module: nn.Module) -> bool:
     """By name: what needs quantization has imported it, others need not."""
     return any(kind.__name__ == "FusedMovingAvgObsFakeQuantize" for kind in type(module).__mro__)
+
+
+class _Scripted(dict[str, Tensor | None]):
+    """The buffers of a module in TorchScript, whose own lacks much of what a dictionary has."""
+
+    def __init__(self, buffers: Any) -> None:
+        self._given = buffers
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._given[name] if name in self._given else default
+
+    def __setitem__(self, name: str, value: Tensor | None) -> None:
+        self._given[name] = value
 
 
 def _slots(layout: Layout, model: nn.Module, entries: Sequence[int]) -> list[tuple[dict[str, Tensor | None], str, int]]:
@@ -257,8 +271,9 @@ def _slots(layout: Layout, model: nn.Module, entries: Sequence[int]) -> list[tup
     for index in entries:
         for name in layout.entries[index].names:
             owner, _, leaf = name.rpartition(".")
-            buffers = model.get_submodule(owner)._buffers
-            found[id(buffers), leaf] = (buffers, leaf, index)
+            buffers = submodule(model, owner)._buffers
+            held = buffers if isinstance(buffers, dict) else _Scripted(buffers)
+            found[id(buffers), leaf] = (held, leaf, index)
     return list(found.values())
 
 

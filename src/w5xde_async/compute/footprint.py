@@ -6,7 +6,6 @@ operator is counted, storage by storage.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -71,7 +70,7 @@ def model_without_memory(job: Job) -> nn.Module:
         known = {id(t): t.to("meta") for t in job.model.buffers()}
         for parameter in job.model.parameters():
             known[id(parameter)] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        return copy.deepcopy(job.model, dict(known)).train()
+        return copied_model(job.model, known).train()
     try:
         with torch.device("meta"):
             return build_model(job)

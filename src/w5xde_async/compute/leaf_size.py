@@ -10,7 +10,6 @@ The arithmetic is counted by the shapes of operators, on tensors without memory:
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,7 +21,16 @@ from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import map_tensors
 from w5xde_async.compute.flops import count_step
-from w5xde_async.job import Job, build_model, collated, first_samples, may_change_samples, replica_of, step_function
+from w5xde_async.job import (
+    Job,
+    build_model,
+    collated,
+    copied_model,
+    first_samples,
+    may_change_samples,
+    replica_of,
+    step_function,
+)
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import users_code
 
@@ -79,7 +87,7 @@ def _counted(job: Job, model: nn.Module) -> int | None:
     with suppress(Exception), users_code(), random_state():
         batch = _probe(job)
         with suppress(Exception):
-            copied = copy.deepcopy(model, _without_memory(model))
+            copied = copied_model(model, _without_memory(model))
             return count_step(lambda: step_function(job)(copied, map_tensors(batch, _emptied)))
         if sum(parameter.numel() for parameter in model.parameters()) <= _TRIED_PARAMETERS:
             for kept in (saved_tensors_hooks(_nothing, _gone), nullcontext()):  # a step may go back within itself

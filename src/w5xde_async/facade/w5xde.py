@@ -46,7 +46,7 @@ from w5xde_async.facade.calling import (
 from w5xde_async.facade.neighbours import found_by_neighbours
 from w5xde_async.facade.reading import BatchLoss, class_loss
 from w5xde_async.facade.words import ADVICE, Words
-from w5xde_async.job import ENDLESS, Job, made_model
+from w5xde_async.job import ENDLESS, Job, copied_model, made_model
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.telemetry.events import Bus
@@ -527,7 +527,7 @@ class TrainingNode:
 
     def _make_replica(self) -> nn.Module:
         given = self._given  # it may be the server's, which trains it in place in another thread
-        self._replica = copy.deepcopy(given) if isinstance(given, nn.Module) else given()
+        self._replica = copied_model(given) if isinstance(given, nn.Module) else given()
         return self._replica
 
 

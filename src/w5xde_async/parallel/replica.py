@@ -7,7 +7,6 @@ are runs of its atoms; parameters that several of them use, and those that none 
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,15 @@ from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.program.atoms import Atoms, Part, Sizes
 from w5xde_async.compute.program.program_job import skeleton
 from w5xde_async.errors import JobError, ProgramRefused, UsageError
-from w5xde_async.job import Job, StepFunction, build_model, held_by_functions, require_copyable, step_function
+from w5xde_async.job import (
+    Job,
+    StepFunction,
+    build_model,
+    copied_model,
+    held_by_functions,
+    require_copyable,
+    step_function,
+)
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout, named_state
 
@@ -63,7 +70,7 @@ def replica_of(job: Job, bucket_bytes: int) -> Replica:
     if isinstance(job.model, nn.Module):
         require_copyable(job.model)
         meta = {id(parameter): _on_meta(parameter) for parameter in job.model.parameters()}
-        model = copy.deepcopy(job.model, dict(meta)).train()
+        model = copied_model(job.model, meta).train()
     else:
         with _parameters_on_meta(), _drawing():
             model = build_model(job)

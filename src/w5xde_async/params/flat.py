@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from w5xde_async.params.layout import ALIGN_BYTES, Bucket, Group, Layout, named_state
+from w5xde_async.params.layout import ALIGN_BYTES, Bucket, Group, Layout, named_state, submodule
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -188,7 +188,7 @@ class FlatState:
             elif buffers:
                 for name in entry.names:
                     owner, _, leaf = name.rpartition(".")
-                    module.get_submodule(owner)._buffers[leaf] = view
+                    submodule(module, owner)._buffers[leaf] = view
 
     @property
     def trains_finite(self) -> bool:

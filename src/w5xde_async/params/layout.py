@@ -24,7 +24,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
 from typing import Any
 
@@ -103,6 +103,11 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     for name, buffer in module.named_buffers(remove_duplicate=False):
         if name in persistent:
             yield name, buffer, False
+
+
+def submodule(module: nn.Module, path: str) -> nn.Module:
+    """The part of it at ``path``: ``get_submodule``, which modules in TorchScript lack."""
+    return reduce(getattr, path.split(".") if path else (), module)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -354,6 +359,11 @@ def _role(name: str, tensor: Tensor, is_parameter: bool) -> str:
     if tensor.dim() > _MAX_AXES:
         raise ValueError(f"tensor {name!r} has {tensor.dim()} axes, at most {_MAX_AXES} are possible")
     if is_parameter and tensor.requires_grad:
+        if not tensor.is_leaf:  # as in a copy of what is in TorchScript: the gradient is that of what it came from
+            raise ValueError(
+                f"parameter {name!r} is the result of a computation, as in a copy.deepcopy of a model in TorchScript, "
+                "and cannot be trained; make the model anew, and load its state_dict()"
+            )
         if tensor.dtype not in _GRADIENT_DTYPES:
             raise ValueError(
                 f"parameter {name!r} is {_dtype_name(tensor.dtype)}; sums are float32, so trainable parameters "

@@ -7,13 +7,13 @@ Device memory: parameters and gradients beside the optimizer's own, for AdamW in
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from w5xde_async.job import copied_model
 from w5xde_async.params.flat import FlatState, ResultVector, finite_norm, state_of
 from w5xde_async.params.layout import Layout, runs
 from w5xde_async.params.slots import slot_bytes
@@ -31,7 +31,7 @@ class OnDevice:
             tensor for entry, tensor in zip(layout.entries, state_of(model, layout), strict=True)
             if entry.role != "grad"
         ]  # fmt: skip
-        self.model = copy.deepcopy(model, {id(tensor): tensor for tensor in kept})
+        self.model = copied_model(model, {id(tensor): tensor for tensor in kept})
         self.tensors: list[Tensor] = list(state_of(self.model, layout))
         groups = [group.index for group in layout.groups if group.role == "grad"]
         self._buckets = [bucket.index for bucket in layout.result_buckets if bucket.group in groups]

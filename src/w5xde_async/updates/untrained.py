@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.params.flat import FlatState, fingerprints
-from w5xde_async.params.layout import Layout
+from w5xde_async.params.layout import Layout, submodule
 
 
 class _Named(NamedTuple):
@@ -60,7 +60,7 @@ class Untrained:
         or, where it is trained, of another tensor."""
         for owner, leaf, role, own, place in self._named:
             try:
-                module = self._model.get_submodule(owner)
+                module = submodule(self._model, owner)
                 tensors: dict[str, Any] = module._parameters if role in ("grad", "frozen") else module._buffers
                 found = tensors[leaf]
             except (AttributeError, KeyError):

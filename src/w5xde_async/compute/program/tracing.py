@@ -10,7 +10,6 @@ while it runs: nothing else may compute in this process meanwhile.
 
 from __future__ import annotations
 
-import copy
 import io
 import logging
 import math
@@ -49,7 +48,7 @@ from w5xde_async.compute.program.interpreter import fits
 from w5xde_async.compute.program.program_job import ProgramStep, skeleton
 from w5xde_async.compute.program.switches import said_here
 from w5xde_async.errors import ProgramRefused, causes
-from w5xde_async.job import Job, StepFunction, collated, first_samples, step_function
+from w5xde_async.job import Job, StepFunction, collated, copied_model, first_samples, step_function
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.randomness import random_state, seed_all
@@ -222,7 +221,7 @@ def _changes_gradients(job: Job, model: nn.Module, batch: Any) -> bool:
     trained: list[nn.Parameter] = []
     before: list[Tensor] = []
     with suppress(Exception), users_code(), (autocast(job.precision) or nullcontext)():
-        model = copy.deepcopy(model)
+        model = copied_model(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         before = [torch.zeros_like(parameter) for parameter in trained]
         for parameter, gradient in zip(trained, before, strict=True):
@@ -276,13 +275,13 @@ def _trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) -
         if any(fits(graph, tensors) for graph in graphs):
             continue
         names = []
-        exported, found = _export(copy.deepcopy(model), step, structure, names, tensors, in_precision, attempts, steady)
+        exported, found = _export(copied_model(model), step, structure, names, tensors, in_precision, attempts, steady)
         attempts = (None,) if found is None else (found, None)
         try:
             graphs.append(Converter(exported, tensors, index_of, constants, len(layout.entries)).graph())
         except NotListed as error:
             with _LineOf(error.function) as finder, suppress(Exception), in_precision():
-                step(copy.deepcopy(model), unflatten(structure, tensors))
+                step(copied_model(model), unflatten(structure, tensors))
             raise NotTraceable(error.reason, finder.where or error.where) from None
     graphs = [renumbered(graph, len(layout.entries), len(constants)) for graph in graphs]
     program = Program(
@@ -314,7 +313,7 @@ def _refuse_what_traces_leave_out(
             if getattr(parameter, hooks):
                 raise NotTraceable(f"parameter {name} has a hook on its gradient ({made_by}); {_BACKWARD}")
     _refuse_backward_hooks(model)
-    model = copy.deepcopy(model)
+    model = copied_model(model)
     for number, batch in enumerate(batches):
         for _ in range(_TRIES):
             seed_all(seed + number)
@@ -516,7 +515,7 @@ def _compare(
     seed: int,
 ) -> None:
     """Run model and program on the same batches with the same seeds; raises NotTraceable where any bit differs."""
-    ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
+    ours, theirs = copied_model(model), copied_model(model)
     prefix = "the traced step differs from the model"
     hint = "does it use state that is neither parameter nor buffer, or Python's random numbers?"
     usual = torch.get_default_dtype() == torch.float32

@@ -37,7 +37,7 @@ from w5xde_async.facade.guava.loaders import Reading, check_validation, reading_
 from w5xde_async.facade.guava.local import local_workers
 from w5xde_async.facade.neighbours import found_by_neighbours
 from w5xde_async.facade.reading import BatchLoss, class_loss
-from w5xde_async.job import Job
+from w5xde_async.job import Job, copied_model
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.store.rundir import export_model
 from w5xde_async.telemetry.events import Bus, CheckpointFailed, CheckpointSaved, Event, StepCommitted
@@ -276,7 +276,7 @@ class Orchestrator:
     async def _train(self, job: Job, settings: CoordinatorConfig) -> RunResult:
         config = self.config
         assert self._model is not None
-        template = copy.deepcopy(self._model)  # before it is trained in place
+        template = copied_model(self._model)  # before it is trained in place
         name = type(template).__name__
         coordinator = Coordinator(job, run_dir=config.checkpoint_dir, name=name, config=settings, bus=self.bus)
         with self._lock:
@@ -306,7 +306,7 @@ class Orchestrator:
                 self.port = coordinator.port
                 self.listening.set()
                 if self.mode == "local":
-                    job = dataclasses.replace(job, model=lambda: copy.deepcopy(template))
+                    job = dataclasses.replace(job, model=lambda: copied_model(template))
                     workers = local_workers(coordinator, job, settings.token, config.num_workers, config.island_of_all)
                     await stack.enter_async_context(workers)
                 try:
