@@ -780,9 +780,12 @@ def trained_otherwise(name: str, *, begun: bool) -> str:
     )
 
 
-def made_by(part: str, make: Callable[[], _T], *, hint: str = "") -> _T:
-    """What a function of the job's makes. ``part``: which one. Raises JobError, in one line, where it raises."""
-    with _as_job_errors(part, "the function", hint, passed_on=(JobError,)):
+def made_by(
+    part: str, make: Callable[[], _T], *, hint: str = "", hints: Mapping[str, str] = MappingProxyType({})
+) -> _T:  # fmt: skip
+    """What a function of the job's makes. ``part``: which one. Raises JobError, in one line, where it raises; ``hint``
+    and ``hints`` as in ``_as_job_errors``."""
+    with _as_job_errors(part, "the function", hint, passed_on=(JobError,), hints=hints):
         return make()
 
 

@@ -231,7 +231,19 @@ def _zero() -> Any:
             r"^job optimizer: .*write optimizer=lambda model: torch\.optim\.SGD\(model\.parameters\(\), lr=\.\.\.\)$",
         ),
         ({"optimizer": torch.optim.AdamW}, r"write optimizer=lambda model: torch\.optim\.AdamW\(model\.parameters"),
-        ({"optimizer": lambda model: _zero()}, "^job optimizer: the function raised ZeroDivisionError"),
+        ({"optimizer": lambda model: _zero()}, r"^job optimizer: the function raised ZeroDivisionError: [^;]*$"),
+        (
+            {"optimizer": lambda model: torch.optim.SGD([])},
+            r"the function raised ValueError: .* empty parameter l[^;]*$",
+        ),
+        (
+            {"optimizer": lambda model: torch.optim.Muon(model.parameters(), foreach=True)},
+            r"the function raised TypeError: .*unexpected keyword argument 'foreach'[^;]*$",
+        ),
+        ({"optimizer": lambda: None}, r"^job optimizer: .*; write optimizer=lambda model: torch\.optim\.SGD\(model"),
+        ({"optimizer": lambda made: torch.optim.Adam(made)}, r"^job optimizer: .*; write optimizer=lambda model: "),
+        ({"scheduler": lambda made: _zero()}, r"^job scheduler: the function raised ZeroDivisionError: [^;]*$"),
+        ({"scheduler": lambda: None}, r"^job scheduler: .*; write scheduler=lambda optimizer: torch"),
         ({"optimizer": raising(SystemExit(3))}, "^job optimizer: the function raised SystemExit: 3"),
         (
             {"scheduler": torch.optim.lr_scheduler.StepLR},

@@ -47,6 +47,10 @@ _MOST_TOLD = 64  # things in a container that are looked at
 # Norms that torch's clipping can find, in each type, and gradients of which have no element that it lacks.
 _MOST_NORMS = {torch.float32: 1e19, torch.bfloat16: 1e19, torch.float16: 6e4}
 _HALF = (torch.float16, torch.bfloat16)
+# In what is raised by a function that takes, or passes on, something else than it should.
+_MISWRITTEN = (
+    "positional argument", "can only optimize Tensors", "should be an iterable of Tensors", "is not an Optimizer",
+)  # fmt: skip
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 _ELEMENTWISE = (
     *_FUSED, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
@@ -591,7 +595,7 @@ def _as_saved(loaded: Any, saved: Any) -> Any:
 def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     wanted = _written(job.optimizer, torch.optim.Optimizer, "torch.optim.SGD")
     hint = f"write optimizer=lambda model: {wanted}(model.parameters(), lr=...)"
-    made = made_by("optimizer", partial(job.optimizer, model), hint=hint)
+    made = _made("optimizer", job.optimizer, model, hint)
     if not isinstance(made, torch.optim.Optimizer):
         raise JobError("optimizer", f"returned {type(made).__name__}, not a torch.optim.Optimizer", hint)
     name = type(made).__name__
@@ -619,6 +623,13 @@ def _check_fused(made: torch.optim.Optimizer) -> None:
                     "optimizer", f"torch's fused SGD updates {dtype} parameters wrongly on the CPU",
                     "leave out fused=True, or keep the parameters float32 (precision='bf16' computes in bfloat16)",
                 )  # fmt: skip
+
+
+def _made(part: str, given: Callable[[Any], Any], of: object, hint: str) -> Any:
+    """``hint``: how it is written, which is said where it was written otherwise, not of whatever else it raises."""
+    signs = (*_MISWRITTEN, f"{type(of).__name__!r} object is not iterable")
+    is_class = isinstance(given, type)
+    return made_by(part, partial(given, of), hint=hint if is_class else "", hints=dict.fromkeys(signs, hint))
 
 
 def _written(given: object, kind: type, otherwise: str) -> str:
@@ -655,7 +666,7 @@ def _scheduler(job: Job, optimizer: torch.optim.Optimizer) -> Any:
         return None
     wanted = _written(job.scheduler, torch.optim.lr_scheduler.LRScheduler, "torch.optim.lr_scheduler.StepLR")
     hint = f"write scheduler=lambda optimizer: {wanted}(optimizer, ...)"
-    made = made_by("scheduler", partial(job.scheduler, optimizer), hint=hint)
+    made = _made("scheduler", job.scheduler, optimizer, hint)
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise JobError(
             "scheduler", "ReduceLROnPlateau needs a metric at each step", "use a schedule of the step number"
