@@ -152,6 +152,8 @@ def _refuse(trainer: Any, model: Any, data: Any) -> None:
     need(trainer.precision in _PRECISIONS, f"precision is {trainer.precision}", f"give one of {', '.join(_PRECISIONS)}")
     by_value = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) == "value"
     need(not by_value, "gradient_clip_algorithm is value", "clip by norm")
+    for name in ("max_steps", "max_epochs"):  # whichever comes first ends it
+        need(getattr(trainer, name) != 0, f"{name} is 0: it trains nothing", "give a number, or -1 for no limit")
     hint = "give the dataset that is meant: torch.utils.data.Subset"
     for name, whole in (("overfit_batches", 0.0), ("limit_train_batches", 1.0)):
         given = getattr(trainer, name)
@@ -273,13 +275,14 @@ def _for_schedules(asked: _Asked) -> _Known:
 
 @contextmanager
 def _attached(trainer: Any, *parts: Any) -> Iterator[None]:
+    before = [vars(part).get("_trainer", vars(part).get("trainer")) for part in parts]  # of a module, of its data
     for part in parts:
         part.trainer = trainer
     try:
         yield
     finally:
-        for part in parts:
-            part.trainer = None
+        for part, had in zip(parts, before, strict=True):
+            part.trainer = had
 
 
 def _configured(model: Any, epoch_steps: int | None) -> tuple[torch.optim.Optimizer, Any]:
@@ -400,7 +403,8 @@ def _evaluate(trainer: Any, held_out: Any, datamodule: Any) -> Callable[[nn.Modu
     quiet.datamodule = datamodule
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        with _as_made(model, *([] if datamodule is None else [datamodule])):
+        parts = [model] if datamodule is None else [model, datamodule]
+        with _attached(quiet, *parts), _as_made(*parts):
             quiet.validate(model, held_out, verbose=False)
         return {name: float(value) for name, value in quiet.callback_metrics.items()}
 

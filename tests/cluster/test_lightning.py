@@ -275,6 +275,21 @@ def test_evaluation_gives_what_validate_logs(pl: Any, capfd: pytest.CaptureFixtu
     assert found.keys() == {"val_hits", "val_loss"}
 
 
+def test_a_module_and_its_data_keep_the_trainer_that_they_had(pl: Any) -> None:
+    """As after a ``validate`` before the run: a notebook goes on with them."""
+    own, model, points = trainer(pl), module(pl), data(pl)
+    own.validate(model, loader(), verbose=False)
+    model.trainer = points.trainer = own
+    job = job_of(trainer(pl, max_epochs=1), model, points)
+    assert job.evaluate is not None
+    job.evaluate(model)
+    reference.train(job)
+    assert model.trainer is points.trainer is own
+    apart = copy.deepcopy(model)  # which Lightning makes without
+    job.evaluate(apart)
+    assert apart._trainer is None
+
+
 @pytest.mark.parametrize("how", [{"logger": False}, {"on_step": True, "on_epoch": True}, {"prog_bar": True}], ids=str)
 def test_the_best_goes_by_what_a_checkpoint_of_lightning_goes_by(pl: Any, how: dict[str, Any], tmp_path: Path) -> None:
     def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
@@ -447,6 +462,9 @@ def slotted_each_epoch(model: Any) -> Any:
             lambda pl: (trainer(pl), nn.Linear(1, 1), loader()),
         ),
         ("it has no end", lambda pl: (trainer(pl, max_epochs=-1), module(pl), loader())),
+        ("max_steps is 0: it trains nothing", lambda pl: (trainer(pl, max_steps=0), module(pl), loader())),
+        ("max_epochs is 0: it trains nothing", lambda pl: (trainer(pl, max_epochs=0), module(pl), loader())),
+        ("max_epochs is 0", lambda pl: (trainer(pl, max_epochs=0, max_steps=4), module(pl), loader())),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
