@@ -246,6 +246,8 @@ def _left(trainer: Trainer, job: Job) -> list[str]:
         left.append("eval_on_start: the first evaluation is after the first steps")
     if args.load_best_model_at_end:
         left.append("load_best_model_at_end: the best weights are in best.safetensors of the run directory")
+    if args.full_determinism:
+        left.append("full_determinism: start workers with --deterministic")
     if args.torch_compile:
         left.append("torch_compile: start workers with --compile")
     by_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None

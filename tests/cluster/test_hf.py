@@ -394,6 +394,14 @@ def test_that_evaluations_are_made_at_other_steps_is_said(tmp_path: Path) -> Non
         job_of(made(tmp_path, arguments=arguments | {"eval_strategy": "no"}))
 
 
+def test_that_workers_choose_deterministic_kernels_themselves_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.trainer.enable_full_determinism", lambda seed: None)  # in all of this process
+    with pytest.warns(UserWarning, match="not taken over: full_determinism: start workers with --deterministic"):
+        job_of(made(tmp_path, arguments={"full_determinism": True}))
+
+
 def test_what_is_left_out_is_said_once(tmp_path: Path) -> None:
     class Mine(TrainerCallback):
         pass

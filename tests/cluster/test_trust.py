@@ -70,6 +70,19 @@ async def test_the_same_bits_over_tls_with_a_join_file(tmp_path: Path):
     assert result.digest == plain.digest
 
 
+async def test_that_another_runs_join_file_was_written_over_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = []
+    for name in ("one", "one", "two"):
+        made = settings(max_steps=1, port=0, join_file=tmp_path / "join", resume="auto")
+        caplog.clear()
+        async with Coordinator(mlp_sgd(), run_dir=tmp_path / name, config=made) as coordinator:
+            assert (tmp_path / "join").read_text().strip() == revealed(coordinator.invitation)
+        said.append(caplog.text.count("named another run's coordinator"))
+    assert said == [0, 0, 1]
+
+
 async def test_a_join_string_outlives_a_restart(tmp_path: Path):
     async with running(tmp_path, port=0) as coordinator:
         first = coordinator.invitation

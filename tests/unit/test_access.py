@@ -186,6 +186,28 @@ def test_what_a_full_disk_takes_of_a_name_locks_nobody_else_out(tmp_path: Path) 
     assert (tmp_path / "revoked").read_text() == "carol\nlab-2\n"
 
 
+def test_that_a_join_file_is_written_over_another_runs_is_said(tmp_path: Path) -> None:
+    """As in a worker's shell, whose W5XDE_JOIN_FILE says where it reads."""
+    config, join, token = replace(TLS, join_file=tmp_path / "join"), tmp_path / "join", new_secret()
+    mine, others = Access(config, tmp_path / "mine"), Access(config, tmp_path / "others")
+    assert mine.overwrites(5555) == ""  # nothing is there
+    join.write_text("w5xde://what")
+    join.chmod(0o600)
+    assert mine.overwrites(5555) == ""  # nor any run's
+    others.write_join_file(5556)
+    said = mine.overwrites(5555)
+    assert said.startswith(f"--join-file {join} named another run's coordinator, at there.example.org:5556, and names")
+    mine.write_join_file(5555)
+    assert mine.overwrites(5555) == ""
+    again = Access(config, tmp_path / "mine")
+    assert again.overwrites(5557) == ""  # a restart, on another port
+    given = replace(config, token=token)
+    Access(given, None).write_join_file(5555)
+    assert Access(given, None).overwrites(5555) == ""  # another certificate alone: it was renewed
+    assert Access(given, None).overwrites(5556)
+    assert Access(TLS, tmp_path / "mine").overwrites(5555) == ""
+
+
 def test_a_join_file_that_could_not_be_written_is_owed(tmp_path: Path) -> None:
     access, secret = Access(TLS, tmp_path), tmp_path / "secret"
     join = access.write_join_file(5555)

@@ -497,6 +497,7 @@ class Coordinator:
             config.host, config.port, self._on_link, ssl=access.context, bulk=self._bulk,
             max_strangers=config.max_workers + EXTRA_LINKS,  # all may come at once
         )  # fmt: skip
+        overwrites = await loop.run_in_executor(None, access.overwrites, self.port)
         self._join_file = await loop.run_in_executor(None, access.write_join_file, self.port)
         if files is not None:
 
@@ -535,6 +536,7 @@ class Coordinator:
         if cert is not None:
             now = datetime.fromtimestamp(self._runtime.wall(), UTC)
             told += filter(None, [await loop.run_in_executor(None, out_of_date, cert, now)])
+        told += [overwrites] if overwrites else []
         for note in (*told, *_lagging(prepared.strategy.update), *_looked_up(prepared)):
             self.bus.publish(Warned(text=note))
         self._open_to_links.set()

@@ -20,6 +20,7 @@ from pathlib import Path
 from w5xde_async.errors import StoreError, UsageError
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.credentials import Credentials
+from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.join import Invitation, check_strength, new_secret, read_secret_file, write_private_line
 from w5xde_async.net.own_addresses import advertised, own_addresses
 from w5xde_async.net.tls import OWN_FILES, certificate_hash, is_loopback, own_certificate, server_context, write_private
@@ -96,6 +97,24 @@ class Access:
             raise (StoreError(str(path), why) if given is None else UsageError(f"--join-file {path}: {why}")) from error
         self._in_join_file = invitation.secret
         return path
+
+    def overwrites(self, port: int) -> str:
+        """What to say where ``--join-file`` names the file of another coordinator; "" otherwise. Blocking."""
+        ours, path = self.invitation(port), self._config.join_file
+        if ours is None or path is None:
+            return ""
+        try:
+            there = Invitation.parse(read_secret_file(path, kind="join file"), place="")
+        except UsageError:  # none is there, or something else
+            return ""
+        renewed = (there.secret, there.host, there.port) == (ours.secret, ours.host, ours.port)
+        if there.certificate == ours.certificate or renewed:
+            return ""
+        return (
+            f"--join-file {path} named another run's coordinator, at {format_address(there.host, there.port)}, and "
+            "names this one now: if that run goes on, its workers do not find it there any more. A coordinator writes "
+            "what --join-file and W5XDE_JOIN_FILE name; give each run a file of its own"
+        )
 
     def page_context(self) -> tuple[ssl.SSLContext, bytes]:
         """For pages that a browser opens: no certificate is asked of it. And the certificate's hash. Blocking."""
