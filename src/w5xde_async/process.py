@@ -305,10 +305,7 @@ def launch(
     as_json = False
     code: int | None = None
     failure: Exception | None = None
-    stops = _Early(stops=True)
-    for number in _known(*_STOPS, *ends):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, stops)
+    stops = _take_signals(ends)
     for number in _known(*heeds):
         signal.signal(number, _Early())
     try:
@@ -362,14 +359,7 @@ def launch(
             return code
         # Whoever swallowed an early interrupt may have failed of what it left undone.
         if isinstance(error, KeyboardInterrupt) or (code is None and stops.came is not None):
-            try:
-                _need_threads()
-            except LocalError as lack:  # nobody has interrupted it but a library
-                return _fail(prog, lack, as_json)
-            code = exit_code_of(CTRL_C if stops.came is None else _reason(stops.came), exit_on_drain)
-            _complain(prog, "stopped before it began", code, as_json)
-            atexit.register(_ignore_signals)
-            return code
+            return _stopped_early(prog, stops, exit_on_drain, as_json)
         if (told := _told(error)) is not None:
             return _fail(prog, told, as_json)
         if not _lacks_threads(error):
@@ -381,6 +371,43 @@ def launch(
         if isinstance(failure, W5xdeError):  # and the loop's end came to the same
             return _fail(prog, failure, as_json)
         raise failure from None
+
+
+def _take_signals(ends: Sequence[str]) -> _Early:
+    """Have those that stop a program, and ``ends``, end it where it stands, until somebody listens."""
+    stops = _Early(stops=True)
+    for number in _known(*_STOPS, *ends):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stops)
+    return stops
+
+
+def _stopped_early(prog: str, stops: _Early, exit_on_drain: int, as_json: bool) -> int:
+    try:
+        _need_threads()
+    except LocalError as lack:  # nobody has interrupted it but a library
+        return _fail(prog, lack, as_json)
+    code = exit_code_of(CTRL_C if stops.came is None else _reason(stops.came), exit_on_drain)
+    _complain(prog, "stopped before it began", code, as_json)
+    atexit.register(_ignore_signals)
+    return code
+
+
+def with_own_loop(prog: str, program: Callable[[], int], *, ends: Sequence[str], exit_on_drain: int) -> int:
+    """Run a program that blocks on an event loop of its own, in which it listens (``signals``), and what it imports.
+    Until then signals end it as in ``launch``. The exit code."""
+    _hold_standard_descriptors()
+    stops = _take_signals(ends)
+    try:
+        _allow_descriptors()
+        _need_threads()
+        return program()
+    except (KeyboardInterrupt, Exception) as error:
+        if isinstance(error, KeyboardInterrupt) or stops.came is not None:
+            return _stopped_early(prog, stops, exit_on_drain, False)
+        if (told := _told(error)) is None:
+            raise
+        return _fail(prog, told, False)
 
 
 def without_loop(prog: str, program: Callable[[], int]) -> int:

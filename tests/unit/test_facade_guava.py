@@ -11,10 +11,12 @@ import random
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +39,19 @@ from torch.utils.data import (
     default_collate,
 )
 
+import w5xde_async.facade.guava.__main__ as program
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import CheckpointMismatch, LeafFailed, PortInUse, StoreError, UsageError
+from w5xde_async.errors import CheckpointMismatch, ExitCode, LeafFailed, PortInUse, StoreError, UsageError
 from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator
 from w5xde_async.facade.guava.loaders import check_validation, reading_of
-from w5xde_async.facade.guava.workers import network_worker as program
+from w5xde_async.facade.guava.workers import network_worker
 from w5xde_async.plan.numerics import EXACT, FIRST
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.telemetry.events import Event, StepCommitted
+from w5xde_async.worker.connection.connection import Departure
+from w5xde_async.worker.connection.dialing import Dialer
 from w5xde_async.worker.service import Worker
 
 __all__ = ["no_secret_of_this_machine"]
@@ -884,6 +889,7 @@ def test_workers_are_told_apart_over_machines() -> None:
     assert NetworkWorker(0, DistributedConfig())._config.name == f"{socket.gethostname()}-gpu-0"
 
 
+@pytest.mark.usefixtures("as_a_program")
 def test_the_workers_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, ...]] = []
 
@@ -892,7 +898,6 @@ def test_the_workers_program(capsys: pytest.CaptureFixture[str], monkeypatch: py
             made.append((self.gpu_id, self._place.server, self._config.sandbox, self._interface))
 
     monkeypatch.setattr("w5xde_async.facade.guava.workers.network_worker.NetworkWorker", Recorded)
-    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
     assert program.main(["--gpu-id", "1", "--master-ip", "10.0.0.9", "--master-port", "29501"]) == 0
     monkeypatch.setenv("MASTER_IP", "there")
     monkeypatch.setenv("MASTER_PORT", "7")
@@ -915,6 +920,76 @@ def test_a_worker_that_is_told_to_leave_ends_as_every_worker_does(
 
     monkeypatch.setattr(NetworkWorker, "connect_and_train", told)
     assert program.main([]) == code
+
+
+@pytest.mark.usefixtures("as_a_program")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
+def test_a_worker_that_is_told_to_leave_finishes_what_is_under_way(
+    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left: list[str] = []
+
+    async def working(worker: Worker) -> Departure:
+        signal.raise_signal(number)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.append(worker.name)
+        raise AssertionError
+
+    async def island(dialer: Dialer) -> str:
+        return ""
+
+    monkeypatch.setattr(network_worker, "working", working)
+    monkeypatch.setattr(network_worker.Dialer, "island", island)
+    assert (program.main(["--master-port", "7"]), len(left)) == (code, 1)
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert f"{name}: the piece of a batch under way is finished" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("as_a_program")
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
+def test_a_second_signal_ends_a_worker_at_once(
+    numbers: tuple[signal.Signals, signal.Signals], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it finishes what is under way."""
+    ended: list[int] = []
+    over = asyncio.Event()
+
+    def end(code: int) -> None:
+        ended.append(code)
+        over.set()
+
+    async def working(worker: Worker) -> Departure:
+        signal.raise_signal(numbers[0])
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        signal.raise_signal(numbers[1])
+        await over.wait()
+        return Departure.DRAINED
+
+    async def island(dialer: Dialer) -> str:
+        return ""
+
+    monkeypatch.setattr("os._exit", end)
+    monkeypatch.setattr(network_worker, "working", working)
+    monkeypatch.setattr(network_worker.Dialer, "island", island)
+    program.main(["--master-port", "7"])
+    assert ended == [ExitCode.INTERRUPTED_TWICE]
+
+
+def test_the_workers_program_hears_signals_before_torch_is_imported() -> None:
+    script = (
+        "import sys, os, signal, w5xde_async.facade.guava.__main__ as program\n"
+        "assert 'torch' not in sys.modules\n"
+        "class Torch:\n"
+        "    def find_spec(name, *_):\n"
+        "        if name == 'torch': os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.meta_path.insert(0, Torch)\n"
+        "sys.exit(program.main([]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.partition(": ")[2]) == (75, "stopped before it began\n")
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from w5xde_async.facade.guava.config import DistributedConfig
-from w5xde_async.facade.guava.orchestrator import Orchestrator
-
 if TYPE_CHECKING:
+    from w5xde_async.facade.guava.config import DistributedConfig
+    from w5xde_async.facade.guava.orchestrator import Orchestrator
     from w5xde_async.facade.guava.workers.network_worker import NetworkWorker
 
 __all__ = ["DistributedConfig", "NetworkWorker", "Orchestrator"]
@@ -26,14 +26,15 @@ _INSTEAD = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """NetworkWorker, when it is asked for: its module is a program too, and Python warns where a program's module was
-    imported before it runs."""
-    if name != "NetworkWorker":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from w5xde_async.facade.guava.workers.network_worker import NetworkWorker
+_HOMES = {"DistributedConfig": "config", "NetworkWorker": "workers.network_worker", "Orchestrator": "orchestrator"}
 
-    return NetworkWorker
+
+def __getattr__(name: str) -> Any:
+    """When they are asked for: torch takes seconds to import, and the worker's program is to hear signals before that.
+    Python also warns where a program's module was imported before it runs."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 class _Listed:

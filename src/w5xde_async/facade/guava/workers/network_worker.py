@@ -5,14 +5,18 @@ python -m w5xde_async.facade.guava.workers.network_worker --gpu-id 0 --master-ip
 
 from __future__ import annotations
 
+import runpy
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds: signals are heard before
+    runpy.run_module("w5xde_async.facade.guava", run_name="__main__")
+
 import argparse
 import asyncio
 import logging
 import os
-import signal
 import socket
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -27,7 +31,6 @@ from w5xde_async.facade.calling import (
     LogMode,
     NodeLines,
     block_on,
-    tell,
     token_of,
     where_to_join,
     working,
@@ -88,6 +91,8 @@ class NetworkWorker:
         self._log: LogMode = log
         self._host = address_of(interface) if interface else ""
         self._interface = interface
+        #: Of the program: until its end, what cancels the call is called for a signal.
+        self.stopped_by: Callable[[Callable[[], object]], AbstractContextManager[None]] = lambda _: nullcontext()
         self._place = where_to_join(address, address, join_file=join_file, secure=False, argument="master_ip")
         cuda = torch.cuda.is_available()
         if not cuda:
@@ -114,6 +119,12 @@ class NetworkWorker:
             return welcome
 
         async def work() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            with self.stopped_by(task.cancel):
+                await until_the_end()
+
+        async def until_the_end() -> None:
             nonlocal worker
             dialer = Dialer(server, self._config, Runtime(), join_file=self._place.found)
             if island := await dialer.island():
@@ -193,13 +204,10 @@ class RankFailed(W5xdeError):
 # -- the program
 
 
-_PROG = "python -m w5xde_async.facade.guava.workers.network_worker"
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
-        prog=_PROG,
+        prog="python -m w5xde_async.facade.guava.workers.network_worker",
         description="Compute for an orchestrator. Everything else of DistributedConfig is read from the environment, "
         "the secret from W5XDE_JOIN_FILE, W5XDE_JOIN, W5XDE_TOKEN or ~/.config/w5xde/token; that of an orchestrator of "
         "this machine is found.",
@@ -212,34 +220,3 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--interface", metavar="NAME", default="", help="network interface to trust with what workers "
                       "tell each other where the model is in pieces (default: loopback)")  # fmt: skip
     return made
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Work until the orchestrator has finished; the result is the exit code, of docs/exit-codes.md.
-
-    SIGTERM leaves in good order as Ctrl-C does, and ends with 75: job engines start another.
-    """
-    given = parser().parse_args(arguments)
-    code_when_left = ExitCode.OK
-
-    def leave(*_: object) -> None:
-        nonlocal code_when_left
-        code_when_left = ExitCode.DRAINED
-        signal.raise_signal(signal.SIGINT)
-
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        config = DistributedConfig.from_env()
-        NetworkWorker(
-            given.gpu_id, config, given.master_ip, given.master_port, sandbox=given.sandbox, interface=given.interface
-        ).connect_and_train()
-    except KeyboardInterrupt:
-        return code_when_left
-    except W5xdeError as error:
-        tell(f"{_PROG}: {error}")
-        return error.exit_code
-    return ExitCode.OK
-
-
-if __name__ == "__main__":
-    sys.exit(main())
