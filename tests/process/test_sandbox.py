@@ -221,6 +221,35 @@ async def test_a_child_that_somebody_kills_ends_the_lease_and_not_the_worker() -
             await running
 
 
+async def test_a_child_that_dies_while_there_is_no_lease_is_noticed() -> None:
+    alone = settings(code_free=True, max_time_s=100.0, min_workers=2)
+    async with Coordinator(jobs.mlp_adamw(), config=alone) as coordinator:
+        worker = Worker(coordinator.address, config=SANDBOXED)
+        running = asyncio.create_task(worker.run())
+        while not (worker._connection and worker._connection.leases):  # noqa: ASYNC110 (a worker tells nobody)
+            await asyncio.sleep(0.01)
+        assert isinstance(worker._engines._engine, Sandboxed)
+        os.kill(worker._engines._engine.child, signal.SIGKILL)
+        with pytest.raises(ProgramKilled, match="SIGKILL") as caught:
+            await running
+        assert (caught.value.exit_code, worker.leases_done) == (5, 0)
+
+
+async def test_a_child_that_dies_while_there_is_no_coordinator_is_noticed_with_the_next() -> None:
+    options: dict[str, Any] = {"code_free": True, "max_time_s": 100.0, "min_workers": 2}
+    async with Coordinator(jobs.mlp_adamw(), config=settings(**options)) as coordinator:
+        worker = Worker(coordinator.address, config=SANDBOXED)
+        running = asyncio.create_task(worker.run())
+        while not (worker._connection and worker._connection.leases):  # noqa: ASYNC110 (a worker tells nobody)
+            await asyncio.sleep(0.01)
+        port = coordinator.port
+    assert isinstance(worker._engines._engine, Sandboxed)
+    os.kill(worker._engines._engine.child, signal.SIGKILL)
+    async with Coordinator(jobs.mlp_adamw(), config=settings(port=port, **options)):
+        with pytest.raises(ProgramKilled, match="SIGKILL"):
+            await running
+
+
 # -- hostile programs
 
 

@@ -100,6 +100,11 @@ class EngineSource:
         if sandbox is not None:
             sandbox.end()
 
+    async def child_died(self) -> None:
+        """Raises ProgramKilled once the process that the model is in has died; where it is in none, returns at once."""
+        if isinstance(self._engine, Sandboxed):
+            await self._engine.died(self._pool)
+
     async def engine_for(
         self, welcome: Welcome, theirs: Layout, receive: Receive, outbox: Outbox, *, threads: int
     ) -> Computing:

@@ -343,6 +343,7 @@ class Worker:
             earlier=self._unsent,
             must_share=self.config.link == "shm",
             own=self._own,
+            child_died=self._engines.child_died,
         )
         connection.ends_with_coordinator = self._ends_with_coordinator
         if self._leaving():  # asked to while the result of joining was on its way here

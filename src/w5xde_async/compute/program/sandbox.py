@@ -11,6 +11,7 @@ by what, and this process goes on.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from typing import NoReturn
 
 import torch
@@ -151,6 +153,18 @@ class Sandbox:
         self.end()
         raise ProgramKilled(f"its process said what it never says ({what})")
 
+    def watch(self) -> int:
+        """A descriptor that is readable once the process has ended; it is the caller's to close.
+
+        Raises OSError: this kernel has none, or the process was waited for already.
+        """
+        return os.pidfd_open(self.pid)
+
+    def find_out(self) -> NoReturn:
+        """What the process, which has ended, has died of. Raises ProgramKilled."""
+        self.hear()
+        self.lied("an answer that nobody has asked for")
+
     def _kill(self) -> None:
         if self._process is not None:
             self._process.kill()
@@ -185,7 +199,7 @@ class Sandbox:
 
 
 class Sandboxed:
-    """An engine (``compute.engine``) whose child computes. All methods but ``release`` belong to one thread.
+    """An engine (``compute.engine``) whose child computes. But for ``release`` and ``died`` it is one thread's.
 
     To others it is an engine on the CPU: what it takes and gives lies in host memory, also where the child drives a
     GPU. A block is begun only while it ``has_room``. ``copies``: results are copied out of the shared memory before
@@ -316,6 +330,24 @@ class Sandboxed:
     def child(self) -> int:
         """The process that computes."""
         return self._sandbox.pid
+
+    async def died(self, pool: Executor) -> None:
+        """Wait on the event loop until the child has died, whether a block is under way or not. Raises ProgramKilled.
+
+        ``pool``: the thread that the other methods belong to.
+        """
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            descriptor = self._sandbox.watch()
+        except OSError:
+            await ended.wait()  # forever: the next block tells
+        try:
+            loop.add_reader(descriptor, ended.set)
+            await ended.wait()
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+        await loop.run_in_executor(pool, self._sandbox.find_out)
 
     def close(self) -> None:
         """End the child."""

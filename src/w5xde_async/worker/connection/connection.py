@@ -1,7 +1,7 @@
 """One link after joining: leases and versions in, results out.
 
-Reader, writer and heartbeat are tasks of one TaskGroup. What the leases mean is the matter of ``Leases`` and of the
-executor that ``prepare`` makes.
+Reader, writer, heartbeat and who watches the child are tasks of one TaskGroup. What the leases mean is the matter of
+``Leases`` and of the executor that ``prepare`` makes.
 """
 
 from __future__ import annotations
@@ -79,13 +79,15 @@ class Connection:
         earlier: Sequence[Unsent] = (),
         must_share: bool = False,
         own: OwnData | None = None,
+        child_died: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """``earlier``: what the last link has left. ``gather``: as for ``Outbox``. ``parted`` is set when nobody
         needs its block any more, and that does not end. ``must_share``, ``own``: as for ``Leases``.
+        ``child_died`` raises when the process that computes for this one has died.
         """
         self.link, self.welcome = link, welcome
         self._thread, self._clock = thread, thread.clock
-        self._own = own
+        self._own, self._child_died = own, child_died
         self._parted, self._earlier, self._must_share = parted or asyncio.Event(), earlier, must_share
         self._outbox = Outbox(link, gather=gather, clock=thread.clock)
         self._meter: Meter | None = None
@@ -144,6 +146,7 @@ class Connection:
                 helpers = [
                     tasks.create_task(self._write(), name="write"),
                     tasks.create_task(self._beat(), name="heartbeat"),
+                    tasks.create_task(self._watch_child(), name="child"),
                 ]
                 try:
                     return await self._read(await self._prepare(prepare))
@@ -168,6 +171,15 @@ class Connection:
                 self._over = True
                 await self._hear_the_last()
             raise
+
+    async def _watch_child(self) -> None:
+        """Without a lease nothing else would meet a process that is gone."""
+        await self._announced.wait()
+        try:
+            if self._child_died is not None:
+                await self._child_died()
+        except ProgramRefused as error:
+            self._failed(error)
 
     async def _hear_the_last(self) -> None:
         """While a model is built nobody reads: what the coordinator has said last may lie there still."""
