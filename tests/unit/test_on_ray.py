@@ -6,7 +6,9 @@ A run with real actors: tests/process/test_ray.py.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,7 @@ import pytest
 
 from w5xde_async.errors import ExitCode
 from w5xde_async.launch.plan import Plan
+from w5xde_async.net.join import write_private_line
 
 on_ray = pytest.importorskip("w5xde_async.launch.on_ray", exc_type=ImportError)
 
@@ -73,8 +76,10 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def keeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     monkeypatch.setattr(on_ray, "ray", mock.MagicMock())
-    monkeypatch.setattr(on_ray.tempfile, "mkdtemp", lambda **_: str(tmp_path))
-    return on_ray.Keeper("coordinator", [])
+    monkeypatch.setattr(on_ray.tempfile, "tempdir", str(tmp_path))
+    made = on_ray.Keeper("coordinator", [])
+    yield made
+    os.close(made._held)
 
 
 async def settle() -> None:
@@ -288,3 +293,32 @@ def test_ctrl_c_before_anything_is_started_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert interrupted(monkeypatch, capsys, 1)[1:] == (ExitCode.OK, ["stopped before it began"])
+
+
+async def test_an_actor_that_leaves_or_is_started_again_leaves_no_folder(
+    keeper: Any, starts: Starts, exits: list[int], tmp_path: Path
+) -> None:
+    """In it lies a join string, which holds the run's secret."""
+    other = await asyncio.to_thread(on_ray.Keeper, "worker", [])
+    try:
+        starts.let.set()
+        starts.process.end(ExitCode.PORT_IN_USE)
+        await keeper.run()
+        assert await asyncio.to_thread(os.listdir, tmp_path) == [other._folder.name]
+        await other.leave()
+        assert await asyncio.to_thread(os.listdir, tmp_path) == []
+    finally:
+        os.close(other._held)
+
+
+def test_what_a_killed_actor_has_left_goes_with_the_next_one(keeper: Any, tmp_path: Path) -> None:
+    killed = on_ray.Keeper("worker", [])
+    write_private_line(killed._join, "a secret")
+    os.close(killed._held)
+    others = [tmp_path / "w5xde-ray-a-file", tmp_path / "w5xde-ray-a-link", tmp_path / "another"]
+    others[0].touch()
+    others[2].mkdir()
+    others[1].symlink_to(others[2])
+    made = on_ray.Keeper("worker", [])
+    os.close(made._held)
+    assert sorted(tmp_path.iterdir()) == sorted([keeper._folder, made._folder, *others])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -43,6 +44,7 @@ _STOPPING = "Ctrl-C: the run stops in good order, with a checkpoint (at most {se
 _ENDED = "ended at once: the same command goes on from the run's last checkpoint"
 _GOES_ON = "ended at once, and the run's actors may go on: the same command finds them"
 _NOTHING = "stopped before it began"
+_FOLDER = "w5xde-ray-"
 _NOT_UPLOADED = [".git", ".venv", "runs"]
 
 
@@ -52,7 +54,7 @@ class Keeper:
     def __init__(self, program: str, arguments: list[str], coordinator: Any = None) -> None:
         """``coordinator``: the actor that a worker asks for the join string; None: this is it."""
         self._program, self._arguments, self._coordinator = program, arguments, coordinator
-        self._folder = Path(tempfile.mkdtemp(prefix="w5xde-"))
+        self._folder, self._held = _own_folder()
         self._process: Process | None = None
         self._running: asyncio.Task[int] | None = None
         self._leaving = asyncio.Event()
@@ -93,6 +95,7 @@ class Keeper:
             await asyncio.sleep(_AGAIN_S)
         if self._leaving.is_set():
             return code
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         os._exit(1)
 
     async def join(self) -> str:
@@ -107,6 +110,7 @@ class Keeper:
         self._tell()
         if self._running is not None:
             await asyncio.wait([self._running])
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def _tell(self) -> None:
         if self._process is not None:
@@ -260,6 +264,43 @@ def _actor(name: str, program: str, arguments: list[str], coordinator: Any = Non
         "max_task_retries": -1,
     }  # fmt: skip
     return ray.remote(**needs)(Keeper).options(**options).remote(program, arguments, coordinator)
+
+
+def _own_folder() -> tuple[Path, int]:
+    """A folder for join strings, which hold the run's secret, and the descriptor by which this process has it locked.
+
+    An actor that was killed has left its own. The next one on its node removes it.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with suppress(OSError):  # another user's, or of one that lives
+            held = _locked(left)
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(held)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
+        if sys.platform == "win32":  # pragma: no cover
+            return folder, -1
+        with suppress(OSError):  # somebody has found it before it was locked
+            return folder, _locked(folder)
+
+
+def _locked(folder: Path) -> int:
+    """The descriptor of a folder of this user that nobody else has. Raises OSError."""
+    if sys.platform == "win32":  # pragma: no cover
+        raise OSError("no lock on folders")
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(descriptor).st_uid != os.getuid():
+            raise PermissionError(str(folder))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not folder.exists():
+            raise FileNotFoundError(str(folder))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _end(actors: list[Any], patience_s: float) -> None:
