@@ -363,6 +363,7 @@ def launch(
         if (told := _told(error)) is not None:
             return _fail(prog, told, as_json)
         if not _lacks_threads(error):
+            _show_all()
             raise
         if code is not None:  # the program had ended, and its loop wanted a thread to wait for others
             return code
@@ -370,6 +371,7 @@ def launch(
             return _fail(prog, LocalError(_NO_THREADS), as_json)
         if isinstance(failure, W5xdeError):  # and the loop's end came to the same
             return _fail(prog, failure, as_json)
+        _show_all()
         raise failure from None
 
 
@@ -479,6 +481,14 @@ def _end_with(line: int) -> None:
     while os.read(line, 4096):
         pass
     os._exit(ExitCode.ERROR)
+
+
+def _show_all() -> None:
+    """What was logged comes before what Python prints of a crash."""
+    with suppress(ImportError, MemoryError):
+        from w5xde_async.telemetry.writer import flush_all
+
+        flush_all()
 
 
 def end_without_threads(code: int) -> NoReturn:

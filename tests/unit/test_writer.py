@@ -218,6 +218,14 @@ def test_without_another_thread_it_writes_itself(monkeypatch: pytest.MonkeyPatch
     assert stream.file.took == b"here\n"
 
 
+def test_who_keeps_what_is_printed_gets_it() -> None:
+    """As experiment trackers do with standard error."""
+    stream, kept = Stream().text, list[str]()
+    stream.write = kept.append  # type: ignore[method-assign]
+    Writer(stream).write("here")
+    assert kept == ["here\n"]
+
+
 def test_a_stream_has_one_writer() -> None:
     stream, other = Stream().text, Stream().text
     writer = writer_for(stream)

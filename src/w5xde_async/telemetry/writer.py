@@ -268,8 +268,9 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _raw(stream: TextIO) -> io.RawIOBase | None:
-    """The file itself, where it is one."""
-    buffer = stream.buffer if isinstance(stream, io.TextIOWrapper) else None
+    """The file itself, where it is one and nobody has put his own ``write`` before it, to keep what is printed."""
+    plain = getattr(type(stream), "write", None) is io.TextIOWrapper.write and "write" not in vars(stream)
+    buffer = stream.buffer if plain and isinstance(stream, io.TextIOWrapper) else None
     raw = getattr(buffer, "raw", buffer)
     return raw if isinstance(raw, io.RawIOBase) else None
 
