@@ -306,6 +306,27 @@ def test_a_model_that_raises_in_a_worker_names_the_function():
 
 
 @pytest.mark.parametrize("update", ["sync", "async", "local"])
+async def test_a_step_that_computes_with_another_model_is_told_once(update: str):
+    """And one in which a single parameter gets a gradient is as in a plain loop."""
+
+    def job(alone: bool) -> Job:
+        made = jobs.mlp_sgd()
+        other = made.model()  # type: ignore[operator]
+
+        def step(model: nn.Module, batch: Any) -> Any:
+            loss = nn.functional.cross_entropy(other(batch[0]), batch[1])
+            return loss if alone else loss + next(model.parameters()).sum()
+
+        return replace(made, loss=None, step=step, max_steps=3)
+
+    for alone in (True, False):
+        events: list[Event] = []
+        await train(lambda alone=alone: job(alone), events=events, update=UpdateConfig(rule=update))
+        told = [event.text for event in events if isinstance(event, Warned) and "got a gradient" in event.text]
+        assert [text[:55] for text in told] == ["no parameter of the model got a gradient in step 1, whi"] * alone
+
+
+@pytest.mark.parametrize("update", ["sync", "async", "local"])
 async def test_a_run_whose_every_step_was_skipped_has_failed(update: str):
     """And one with a good step says how many were skipped."""
 

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -256,7 +256,7 @@ class Phase:
         self.min_workers = config.min_workers  #: so many have to come before; fewer where some never will
         self._began_at = self._committed_at = 0.0
         self._waiting = ""  # what was said last of why they are not
-        self._nonfinite, self._told_beside = 0, False
+        self._nonfinite, self._told_beside, self._told_untouched = 0, False, False
         self._told_of: dict[str, float] = {}  # when a failure was told, by its cause
         self._unread: dict[str, None] = {}  # workers that could not read their own data; they were named once
         self._foreign: dict[str, None] = {}  # those whose data is not the run's
@@ -279,6 +279,15 @@ class Phase:
                 "not answer, or takes that long; the run waits for it"
             )
         self._reading_hangs = hangs
+
+    def note_untouched(self, step: int, untouched: Collection[int]) -> None:
+        """Tell of a step in which nothing that is trained got a gradient, once: a plain loop would say nothing."""
+        if len(untouched) == len(self._context.layout.trainable) and not self._told_untouched:
+            self._told_untouched = True
+            self.warn(
+                f"no parameter of the model got a gradient in step {step}, which changes none: does the loss come from "
+                "the model that the step is given, or from another, as one that a function or a closure holds?"
+            )
 
     def note_beside(self, names: Sequence[str]) -> None:
         """Name attributes of the optimizer that no checkpoint has, once."""

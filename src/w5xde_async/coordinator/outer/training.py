@@ -516,6 +516,7 @@ class OuterTraining:
             self.roster.note_coding(session, member, done)
         if grant.step >= 0:
             self.phase.note_splits(session, done)
+            self.phase.note_untouched(grant.step + 1, done.untouched)
             # Whose own optimizer skipped the step has no result of it.
             skipped = self._local and (bool(done.absent) or not all(map(math.isfinite, done.losses)))
             self._reports.keep(self.scheduler.plan(grant.step), done, skipped=skipped)

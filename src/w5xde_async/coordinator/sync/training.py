@@ -587,6 +587,7 @@ class SyncTraining:
             samples = named_samples(plan, step.losses)
             self.phase.warn(f"step {self.version} was skipped: its gradient is not finite; {samples}")
         self.phase.note_gradient(self.version, finite=not applied.skipped)
+        self.phase.note_untouched(self.version, step.untouched or ())
         if self.context.bus.active or self.journal is not None:
             sent, received = self.roster.traffic_since()
             event = StepCommitted(
