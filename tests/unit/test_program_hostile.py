@@ -122,6 +122,7 @@ def recurrent(
 
 #: name -> (program, what the refusal says)
 HOSTILE: dict[str, tuple[Make, str]] = {
+    "a length beyond 64 bits": (one("arange.start_step", 0, 1, 1e-30), "a number of more than 64 bits"),
     # names
     "torch.load": (one("torch.load", "x"), "not on the list"),
     "load": (one("load", "x"), "not on the list"),

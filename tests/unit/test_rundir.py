@@ -296,6 +296,26 @@ def test_a_damaged_identity_is_written_anew_while_the_run_goes_on(tmp_path: Path
         assert (tmp_path / "run.json").read_bytes() == content
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (bytes(42), "it is no JSON"),
+        (b"\xff\xfe\xfd", "it is no JSON"),
+        (b"[" * 100_000, "it is no JSON"),
+        (b"[]", "it says nothing of a run"),
+        (b"{}", "it says nothing of a run"),
+        (b'{"run_id": "0123456789abcdef", "term": -1}', "values out of range"),
+        (b'{"run_id": 7, "term": 1}', "values out of range"),
+    ],
+)
+def test_what_is_wrong_with_an_identity_is_said_in_plain_words(tmp_path: Path, content: bytes, reason: str) -> None:
+    with RunDir.open(tmp_path, resume=True) as run:
+        run.next_term()
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(StoreError, match=rf"is damaged \({reason}\); start with"), RunDir.open(tmp_path, resume=True):
+        pass
+
+
 def test_who_was_superseded_stays_so_whatever_becomes_of_the_identity(tmp_path: Path) -> None:
     with RunDir.open(tmp_path, resume=True) as run:
         run.next_term()

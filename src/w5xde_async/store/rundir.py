@@ -196,18 +196,19 @@ class RunDir:
 
     def _read_identity(self) -> tuple[str, int]:
         path = self.path / _IDENTITY
+        reason = "it is no JSON"
         try:
             content = json.loads(read_regular(path))
-            if not isinstance(content, dict):
-                raise ValueError("it says nothing of a run")
+            reason = "it says nothing of a run"
             run_id, term = content["run_id"], content["term"]
+            reason = "values out of range"
             if not _RUN_ID.fullmatch(run_id) or type(term) is not int or not 0 <= term < _MOST_TERM:
-                raise ValueError("values out of range")
+                raise ValueError(reason)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             advice = "start with --resume never to set this run aside"
             if _holds_checkpoints(self.path):
                 advice = _GO_ON.format(checkpoints=self.checkpoints_path)
-            raise _Damaged(str(path), f"is damaged ({error}); {advice}") from error
+            raise _Damaged(str(path), f"is damaged ({reason}); {advice}") from error
         return run_id, term
 
     def _check_term(self) -> None:

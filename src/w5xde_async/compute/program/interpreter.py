@@ -10,6 +10,7 @@ not fit, overflow or need more than ``memory_bytes`` are refused there, before a
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
@@ -35,6 +36,7 @@ _KEEP_NOTHING = frozenset((
     "sigmoid_", "sqrt_", "sub_", "tanh_", "tril_", "triu_", "zero_",
 ))  # fmt: skip
 _LINEAR = frozenset(("mul_", "div_"))  # of which it keeps none where the other is a number
+_TOO_LONG = re.compile(r"value of type '(\w+)' .* found type '\1'")  # so torch says it, of a number that it cannot hold
 _CHECK_S = 60.0  # to check one graph at one size
 
 Values = list[Any] | dict[int, Any]  #: by number; within a region, only those that it uses
@@ -385,5 +387,7 @@ def measure(
     except Exception as error:
         text = str(error).strip().splitlines()
         reason = text[0][:300] if text else type(error).__name__
+        if _TOO_LONG.search(reason):  # torch names the type that it wants, which it was given
+            reason = "a number of more than 64 bits"
         raise ProgramRefused(reason, node=number, operator=name) from None
     return scale.total + scale.again
