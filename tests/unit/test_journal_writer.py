@@ -379,9 +379,7 @@ def test_a_person_reads_what_it_means() -> None:
         "! nothing is journalled after step 1,200: the disk is full; the run goes on, a crash would go back to the "
         "last checkpoint"
     )
-    assert str(line(replace(failed, safe_step=1200), plain)).endswith(
-        "a crash would go back to step 1,200, or to a later checkpoint"
-    )
+    assert str(line(replace(failed, safe_step=1200), plain)).endswith("a crash would go back to step 1,200 or later")
     assert "for 2:00 after step 1,200" in str(line(replace(failed, seconds=120.0), plain))
     restored = JournalRestored(step=1300, seconds=75.0)
     assert line(restored, plain) == "* the journal counts again from step 1,300, after 1:15"

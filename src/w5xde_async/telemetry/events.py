@@ -238,8 +238,8 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalFailed(Event):
-    """The journal ends with ``step`` because the disk failed ``seconds`` ago. ``safe_step``: what a crash would go back
-    to by what is in the journal, if there is no later checkpoint; None: to a checkpoint."""
+    """The journal ends with ``step`` because the disk failed ``seconds`` ago. ``safe_step``: a crash would go back
+    to it, or to a later one whose checkpoint or entry the disk has taken after all; None: to a checkpoint."""
 
     step: int
     reason: str

@@ -238,7 +238,7 @@ def line(event: object, paint: Paint) -> str | None:
             text = f"nothing is journalled{since} after step {event.step:,}: {clean(event.reason)}"
             safe = "the last checkpoint"
             if event.safe_step is not None:
-                safe = f"step {event.safe_step:,}, or to a later checkpoint"
+                safe = f"step {event.safe_step:,} or later"
             return f"{paint('warn', '!')} {text}; the run goes on, a crash would go back to {safe}"
         case events.JournalRestored():
             text = f"the journal counts again from step {event.step:,}, after {duration(event.seconds)}"
