@@ -28,12 +28,12 @@ from tqdm.utils import disp_len
 from w5xde_async.config import TIME, Config, one_of, setting
 from w5xde_async.telemetry import events, wording
 from w5xde_async.telemetry.events import Event, RunFinished, RunStarted, StepCommitted
+from w5xde_async.telemetry.rates import Rate
 from w5xde_async.telemetry.records import to_line, to_record
 from w5xde_async.telemetry.writer import left_out, writer_for
 
 #: What is shown in silent mode too, as is a run that fails.
 _ALWAYS = (events.Warned, events.CheckpointFailed, events.JournalFailed, events.WorkerQuarantined, events.SampleLeftOut)
-_RATE_MEMORY_S = 10.0
 _MOST_METRICS = 3  # of the job's step, in a line
 _ROWS = 20  # as tqdm takes it to have where it does not ask; some terminals say 0
 _BAR, _SHARE = 16, 7  # columns that a bar takes, and the share alone
@@ -103,7 +103,7 @@ class Progress:
         self._last: StepCommitted | None = None
         self._shown: StepCommitted | None = None
         self._samples = 0
-        self._rates = _Rates()
+        self._steps_rate, self._samples_rate = Rate(), Rate()
 
     def __call__(self, event: Event) -> None:
         if type(event) is StepCommitted:  # the one that comes a thousand times a second
@@ -114,7 +114,7 @@ class Progress:
                 self._began = self._clock()
                 self._first_step, self._total_steps = event.resumed_step, event.total_steps
                 self._next_step = 0
-                self._rates = _Rates()
+                self._steps_rate, self._samples_rate = Rate(), Rate()
             case RunFinished():
                 self.close()
             case events.BatchGrown():
@@ -172,7 +172,8 @@ class Progress:
             self._next_at = now + min(max((now - self._began) / 20, 5.0), 60.0)
             tenth = (self._total_steps - self._first_step) // 10 if self._total_steps else sys.maxsize
             self._next_step = event.step + max(1, tenth)
-        self._rates.update(now, event.step, self._samples)
+        self._steps_rate.update(now, event.step)
+        self._samples_rate.update(now, self._samples)
         if bar:
             self._draw()
         elif not self._json:
@@ -201,8 +202,8 @@ class Progress:
         assert self._last is not None
         return wording.status(
             self._last,
-            samples_per_s=self._rates.samples_per_s,
-            eta_s=self._rates.eta_s(self._total_steps - self._last.step),
+            samples_per_s=self._samples_rate.per_s,
+            eta_s=self._steps_rate.seconds_for(self._total_steps - self._last.step),
             waiting=self._waiting,
             num_workers=self._num_workers,
             terse=terse,
@@ -240,7 +241,8 @@ class Progress:
         if reason == self._waiting:
             return
         self._waiting = reason
-        self._rates.pause()
+        self._steps_rate.pause()
+        self._samples_rate.pause()
         if self._terminal:
             self._draw()
         else:
@@ -257,38 +259,6 @@ class Progress:
 def _logged(now: float, level: str, logger: str, message: str) -> str:
     where = {"event": "log", "level": level, "logger": logger, "message": message}
     return to_line({"time": round(now, 3), **where}).rstrip("\n")
-
-
-class _Rates:
-    """Steps and samples per second, smoothed over about ``_RATE_MEMORY_S``, whatever the pace of ``update``."""
-
-    def __init__(self) -> None:
-        self.samples_per_s: float | None = None
-        self._steps_per_s: float | None = None
-        self._seen: tuple[float, int, int] | None = None
-
-    def update(self, now: float, step: int, samples: int) -> None:
-        if self._seen is not None:
-            seconds = now - self._seen[0]
-            if seconds <= 0:
-                return
-            weight = 1 - math.exp(-seconds / _RATE_MEMORY_S)
-            self._steps_per_s = _blend(self._steps_per_s, (step - self._seen[1]) / seconds, weight)
-            self.samples_per_s = _blend(self.samples_per_s, (samples - self._seen[2]) / seconds, weight)
-        self._seen = (now, step, samples)
-
-    def pause(self) -> None:
-        """Leave the time until the next ``update`` out: nobody was there to work."""
-        self._seen = None
-
-    def eta_s(self, steps_left: int) -> float | None:
-        if steps_left <= 0:
-            return 0.0
-        return steps_left / self._steps_per_s if self._steps_per_s else None
-
-
-def _blend(old: float | None, new: float, weight: float) -> float:
-    return new if old is None else old + weight * (new - old)
 
 
 def _columns(stream: TextIO) -> int:
