@@ -46,7 +46,7 @@ from w5xde_async.facade.calling import (
 from w5xde_async.facade.neighbours import found_by_neighbours
 from w5xde_async.facade.reading import BatchLoss, class_loss
 from w5xde_async.facade.words import ADVICE, Words
-from w5xde_async.job import ENDLESS, Job, copied_model, made_model
+from w5xde_async.job import ENDLESS, Job, copied_model, made_by, made_model
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.telemetry.events import Bus
@@ -67,6 +67,7 @@ NetworkCallback = Callable[[int, int, float, float, int, int], object]
 _DEFAULT_ADDRESS = ("localhost", 5555)
 _BY_TIME_ALONE = 1 << 53  # steps between checkpoints
 _LOSSLESS = "lz4-shuffle"  # what servers accept, and nodes send where they were asked to: lz4 alone gains nothing
+_OF_OPTIMIZER = "look at optimizer_class and optimizer_kwargs"
 _WORDS = Words(
     {"run-dir": "checkpoint_dir", "resume": "resume", "host": "ip", "port": "port", "epochs": "num_epochs",
      "max-steps": "max_steps", "codec": "compression", "downlink": "compression", "target-batch": "adaptive_batch",
@@ -77,7 +78,7 @@ _WORDS = Words(
      "epochs": "num_epochs", "connect_timeout_s": "timeout_s", "silence_s": "timeout_s", "heartbeat_s": "timeout_s"},
     {", and collate=loader.collate_fn and batch_size=... where they matter": " and its batch_size",
      "write optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=...)":
-     "look at optimizer_class and optimizer_kwargs",
+     _OF_OPTIMIZER,
      ADVICE: "choose another batch_size, which leaves no sample alone"},
 )  # fmt: skip
 _MOST_FAILED = 12  # leases in a row: several parts of batches, each tried as often as a server lets it fail
@@ -198,7 +199,9 @@ class CentralServer:
         self._job = Job(
             model=model,
             dataset=dataset,
-            optimizer=lambda model: optimizer_class(model.parameters(), **kwargs),
+            optimizer=lambda model: made_by(
+                "optimizer", lambda: optimizer_class(model.parameters(), **kwargs), hint=_OF_OPTIMIZER
+            ),
             step=BatchLoss(criterion or class_loss),
             batch_size=batch_size,
             microbatch_size=microbatch,
