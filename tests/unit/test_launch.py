@@ -17,11 +17,15 @@ from unittest import mock
 import kubernetes_validate
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from w5xde_async.__main__ import main
+from w5xde_async.config import PATH
 from w5xde_async.coordinator.__main__ import _goes_on
 from w5xde_async.errors import ExitCode, UsageError
-from w5xde_async.launch.plan import Plan, name_of
+from w5xde_async.launch import kubernetes
+from w5xde_async.launch.plan import Plan, fill, name_of
 from w5xde_async.launch.program import parse
 from w5xde_async.settings import CoordinatorSettings, WorkerSettings, read
 
@@ -435,18 +439,88 @@ def test_what_no_engine_lets_flags_say_no_variable_says(
     assert sorted(found) == ["W5XDE_ADVERTISE=never", "W5XDE_TOKEN=never"]
 
 
+# -- names with anything in them
+
+NASTY = st.text(
+    st.sampled_from("aZ9 '\"`$\\%*?~#&;|<>(){}[]!=@,:.-\n\t\r\x01\x7f\x85\u2028\ufeffé\U0001f600"),
+    min_size=1,
+    max_size=9,
+)
+PATHS = NASTY.filter(lambda text: PATH.holds(f"./{text}/x") and text.strip(".") == text)
+
+
+def nasty(engine: str, folder: str, value: str, *more: str) -> tuple[list[str], list[str], list[str]]:
+    """A command line, and what its programs are to be told of these texts."""
+    job, path = f"./{folder}/train.py:job", f"./{value}/x"
+    options = ["--init-from", path]
+    given = ["launch", engine, job, "--workers", "3", f"--worker-options={shlex.join(['--local-data', path])}", *more]
+    return [*given, "--", *options], [job, "--init-from", path], ["--job", job, "--local-data", path]
+
+
+def told_words(words: Sequence[str], expected: Sequence[str]) -> None:
+    assert [word for word in words if word in expected] == list(expected)
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(run=PATHS, folder=NASTY, value=PATHS)
+def test_programs_of_slurm_get_every_name_as_it_was_given(
+    slurm: Path, capsys: pytest.CaptureFixture[str], run: str, folder: str, value: str
+) -> None:
+    run_dir = slurm / "runs" / run
+    command, *expected = nasty("slurm", folder, value)
+    fake(
+        slurm / "bin", srun=f"printf '%s\\0' \"$@\" > {slurm}/words", sbatch=f"printf '%s\\0' \"$@\" >> {slurm}/words"
+    )  # fmt: skip
+    assert main([*command, "--run-dir", str(run_dir)]) == ExitCode.OK
+    capsys.readouterr()
+    submitted = (slurm / "words").read_bytes().decode().split("\0")
+    script = run_dir / "train.sh"
+    outputs = [f"--output={str(run_dir).replace('%', '%%')}/{name}.log" for name in ("coordinator", "worker-%A-%a")]
+    told_words(submitted, [outputs[0], str(script), outputs[1], str(script)])
+    (slurm / "words").unlink()
+    for role, words in zip(("coordinator", "worker"), expected, strict=True):
+        subprocess.run(["bash", script, role], check=True, env={**os.environ, "HOME": str(slurm)})
+        told_words((slurm / "words").read_bytes().decode().split("\0"), words)
+        (slurm / "words").unlink()
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(folder=NASTY, value=PATHS, image=NASTY)
+def test_programs_of_kubernetes_get_every_name_as_it_was_given(folder: str, value: str, image: str) -> None:
+    command, *expected = nasty("k8s", folder, value, f"--image={image}")
+    given, plan = parse(command[1:], "launch")
+    found = objects(kubernetes.objects(plan, given.image))
+    for program, words in zip(("coordinator", "workers"), expected, strict=True):
+        container = found["Job", f"train-{program}"]["spec"]["template"]["spec"]["containers"][0]
+        assert container["image"] == image
+        told_words([word.replace("$$", "$") for word in container["args"]], words)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(folder=NASTY, value=PATHS)
+def test_the_script_for_ray_has_every_name_as_it_was_given(folder: str, value: str) -> None:
+    _, plan = parse(nasty("ray", folder, value)[0][1:], "launch")
+    assert plan_of(ray_script(plan)) == plan
+
+
 # -- Ray
+
+
+def ray_script(plan: Plan) -> str:
+    return fill("ray.template", **{field: repr(getattr(plan, field)) for field in Plan.__dataclass_fields__})
+
+
+def plan_of(script: str) -> Plan:
+    (call,) = [
+        node for node in ast.walk(ast.parse(script))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Plan"
+    ]  # fmt: skip
+    return Plan(**{word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg})
 
 
 def test_the_script_for_ray_says_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """Run with actors: tests/process/test_ray.py."""
-    script = ast.parse(written(capsys, "ray", *ISLANDS, *OPTIONS))
-    (call,) = [
-        node for node in ast.walk(script)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Plan"
-    ]  # fmt: skip
-    given = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
-    assert Plan(**given) == plan(
+    assert plan_of(written(capsys, "ray", *ISLANDS, *OPTIONS)) == plan(
         gpus=2, memory_bytes=4 << 30, options=OPTIONS[1:], worker_options=("--island", "fsdp=2")
     )
 

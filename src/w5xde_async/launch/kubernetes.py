@@ -7,6 +7,7 @@ in the same way fail the Job at once.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shutil
 import subprocess
@@ -38,7 +39,7 @@ def objects(plan: Plan, image: str) -> str:
     worker = ["worker", "--server", f"{plan.name}:{PORT}", "--token-file", _TOKEN, *plan.compute]
     limits = {"memory": str(plan.memory_bytes)} | ({"nvidia.com/gpu": str(plan.gpus)} if plan.gpus else {})
     return fill(
-        "kubernetes.yaml", name=plan.name, image=json.dumps(image), port=PORT, dashboard_port=DASHBOARD_PORT,
+        "kubernetes.yaml", name=plan.name, image=_quoted(image), port=PORT, dashboard_port=DASHBOARD_PORT,
         workers=plan.workers, cpus=cpus, memory=memory, limits=json.dumps(limits),
         coordinator=_strings(coordinator), worker=_strings(worker), drained=int(ExitCode.DRAINED),
         hopeless=json.dumps([int(code) for code in HOPELESS]), coordinator_grace=plan.coordinator_grace_s,
@@ -77,4 +78,11 @@ def _kubectl(kubectl: str, verb: str, text: str, name: str) -> None:
 
 def _strings(words: Sequence[str | int]) -> str:
     """As YAML takes them. Kubernetes would put a variable in the place of $(NAME), and one $ in that of two."""
-    return json.dumps([str(word).replace("$", "$$") for word in words])
+    return _quoted([str(word).replace("$", "$$") for word in words])
+
+
+def _quoted(value: str | list[str]) -> str:
+    """As JSON without its pairs of surrogates, which YAML has not, and without what YAML has by its number alone."""
+    text = json.dumps(value, ensure_ascii=False)
+    other = r"[\x7f-\xa0\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]"
+    return re.sub(other, lambda found: f"\\u{ord(found[0]):04x}", text)
