@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -32,6 +33,7 @@ from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.replica import replica_of
 from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.parallel.shard_memory import add
+from w5xde_async.parallel.split_program import splittable
 from w5xde_async.parallel.tensor_plan import parallelized, plan_of
 from w5xde_async.plan.numerics import EXACT
 
@@ -866,6 +868,34 @@ def _products(group: Group) -> None:
         together.engine.close()
 
 
+class Biased(nn.Module):
+    """A bias that is computed, one that is a buffer, and one that is a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8, bias=last) for last in (False, False, True))
+        self.scale, self.bias = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+        self.register_buffer("shift", torch.ones(8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(F.linear(x, self.first.weight, self.bias * self.scale))
+        out: Tensor = self.head(self.third(torch.tanh(F.linear(x, self.second.weight, self.shift))))
+        return out
+
+
+def _biases(group: Group) -> None:
+    given = replace(island_jobs.mlp(), model=Biased)
+    atoms = island_programs.atoms_of(given, group)
+    split = {atoms.layout.entries[entry].name for entry in splittable(atoms.program, atoms.layout, 2)}
+    assert split == {"third.weight", "third.bias"}
+    engine = island_engine(
+        IslandShape("tp", group.size), Traced(atoms.program, atoms.layout, 1 << 32), LeafSpec.of(given), group,
+        bucket_bytes=BUCKET,
+    )  # fmt: skip
+    _near(given, islands.Together(engine, group), (4, 4))
+
+
 CASES: dict[str, islands.Case] = {
     "model": _model, "accumulation": _accumulates, "however it is cut": _however_it_is_cut,
     "raises": _raises, "parts of a sum": _parts_of_a_sum,
@@ -874,6 +904,7 @@ CASES: dict[str, islands.Case] = {
     "what a job may not do": _what_the_job_may_not_do, "checkpoints": _checkpoints, "half precision": _half,
     "declared": _declared, "declared of two": _declared_of_two, "hooks": _hooked, "trespasses": _trespasses,
     "programs": _programs, "heads of a constant": _heads_of_a_constant, "odd pairs": _odd_pairs,
+    "biases": _biases,
 }  # fmt: skip
 
 

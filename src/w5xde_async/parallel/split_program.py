@@ -6,8 +6,8 @@ input are added up; of an embedding it looks up some of the rows. Two ranks have
 products each, but all activations, and send more than by splitting layers in pairs, as a job's code allows
 (``tensor_plan``).
 
-Split are weights that only such calls use, where the number of ranks divides the first extent, and not small ones; the
-rest is whole on every rank.
+Split are parameters that only such calls use, where the number of ranks divides the first extent, and not small ones;
+the rest is whole on every rank, as the weight of a linear layer whose bias is computed.
 """
 
 from __future__ import annotations
@@ -68,20 +68,21 @@ def split_program(source: Traced, group: Group, precision: str) -> tuple[Replica
 
 def splittable(program: Program, layout: Layout, ranks: int) -> set[int]:
     """The entries of which each rank can have some of the first extent."""
+    parameters = {index for index, entry in enumerate(layout.entries) if entry.role in ("grad", "frozen")}
     others: set[int] = set()
     weights: dict[int, set[int]] = {}  # -> biases that go with them
     for graph in program.graphs:
         for node in graph.nodes:
             used = [value.index for value in _flat(node) if type(value) is Ref and value.index < program.num_entries]
             weight = _weight(node)
-            if weight is None or used.count(weight) > 1:
+            bias = node.arguments[2] if node.operator.base == _LINEAR and len(node.arguments) > 2 else None
+            biases = {bias.index} if type(bias) is Ref else set()
+            divided = biases if weight is None else biases | {weight}
+            if weight is None or not divided <= parameters or any(used.count(one) > 1 for one in divided):
                 others.update(used)
                 continue
-            rest = set(used) - {weight}
-            bias = node.arguments[2] if node.operator.base == _LINEAR and len(node.arguments) > 2 else None
-            own = {bias.index} & rest if type(bias) is Ref else set()
-            weights.setdefault(weight, set()).update(own)
-            others.update(rest - own)
+            weights.setdefault(weight, set()).update(biases)
+            others.update(set(used) - divided)
     found, least = set(), worth(layout.entries[weight].numel for weight in weights)
     for weight, biases in weights.items():
         entry = layout.entries[weight]
