@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -24,6 +25,7 @@ from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.engine import LeafError
+from w5xde_async.compute.footprint import _Held
 from w5xde_async.errors import UsageError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.parallel.building import island_engine, run_step
@@ -34,7 +36,7 @@ from w5xde_async.parallel.replica import replica_of
 from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.parallel.shard_memory import add
 from w5xde_async.parallel.split_program import splittable
-from w5xde_async.parallel.tensor_plan import parallelized, plan_of
+from w5xde_async.parallel.tensor_plan import _divides, _Like, _Pair, parallelized, plan_of
 from w5xde_async.plan.numerics import EXACT
 
 BUCKET = islands.BUCKET_BYTES
@@ -571,12 +573,12 @@ def _declared_of_two(group: Group) -> None:
 
 
 def test_a_declared_layer_is_split_with_what_shares_its_weight_or_not_at_all(caplog: pytest.LogCaptureFixture) -> None:
-    def never(model: nn.Module) -> None:
-        raise AssertionError
+    def unknown(model: nn.Module) -> None:
+        raise RuntimeError("it needs values")
 
-    assert {"head", "embed"} <= plan_of(replica_of(job(model=HeadAlone), BUCKET).model, 2, never).keys()
+    assert {"head", "embed"} <= plan_of(replica_of(job(model=HeadAlone), BUCKET).model, 2, unknown).keys()
     assert not caplog.records
-    plan = plan_of(replica_of(job(model=HeadOtherwise), BUCKET).model, 2, never)
+    plan = plan_of(replica_of(job(model=HeadOtherwise), BUCKET).model, 2, unknown)
     assert {"layers.0.up", "layers.1.down"} <= plan.keys()
     assert {"head", "embed"}.isdisjoint(plan)
     assert "'embed' and 'head' share a weight and cannot be split alike" in caplog.text
@@ -868,6 +870,47 @@ def _products(group: Group) -> None:
         together.engine.close()
 
 
+class OneKey(Heads):
+    """All heads have the same keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 8)
+        self.k_proj, self.v_proj = nn.Linear(32, 8), nn.Linear(32, 8)
+
+
+class NormedHeads(Heads):
+    """With a norm of each head's values."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for part in
+                   (self.q_proj, self.k_proj, self.v_proj))  # fmt: skip
+        k, v = k.repeat_interleave(2, 1), self.norm(v).repeat_interleave(2, 1)
+        out: Tensor = self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
+class OddlyHeaded(Model):
+    _tp_plan: ClassVar = {
+        "layers.*.attention.q_proj": "colwise", "layers.*.attention.k_proj": "colwise",
+        "layers.*.attention.v_proj": "colwise", "layers.*.attention.o_proj": "rowwise",
+        "layers.*.attention.norm": "replicated_with_grad_allreduce",
+        "layers.*.up": "colwise", "layers.*.down": "rowwise",
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__(layers=3)
+        self.layers[1].attention, self.layers[2].attention = OneKey(), NormedHeads()
+
+
+def _oddly_headed(group: Group) -> None:
+    given = job(model=OddlyHeaded)
+    _near(given, _built("tp", given, group), (4, 4))
+
+
 class Biased(nn.Module):
     """A bias that is computed, one that is a buffer, and one that is a parameter."""
 
@@ -904,7 +947,7 @@ CASES: dict[str, islands.Case] = {
     "what a job may not do": _what_the_job_may_not_do, "checkpoints": _checkpoints, "half precision": _half,
     "declared": _declared, "declared of two": _declared_of_two, "hooks": _hooked, "trespasses": _trespasses,
     "programs": _programs, "heads of a constant": _heads_of_a_constant, "odd pairs": _odd_pairs,
-    "biases": _biases,
+    "biases": _biases, "oddly headed": _oddly_headed,
 }  # fmt: skip
 
 
@@ -991,3 +1034,69 @@ def test_a_layer_that_is_never_called_stays_whole() -> None:
 
     assert set(plan_of(model, 2, unknown)) == {"tokens", "positions", "head"}
     assert set(plan_of(model, 2, lambda part: copy.deepcopy(part)(x))) == {"tokens", "head"}  # as who measures, a copy
+
+
+class Steps(nn.Module):
+    """One layer whose weight is used beside its call, with its own input; and one of which all is used, alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        penalty = sum(parameter.square().sum() for parameter in self.second.parameters())
+        out: Tensor = self.second(h) + h @ self.first.weight.to(h.dtype).t()
+        return out.mean() + penalty
+
+
+class Functional(nn.Module):
+    """Calls no layer that could be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(64, 64), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(F.linear(x, self.first.weight, self.first.bias))
+        return out
+
+
+def test_a_layer_whose_weight_is_used_with_other_tensors_beside_its_calls_stays_whole() -> None:
+    with torch.device("meta"):
+        model, functional, x = Steps(), Functional(), torch.zeros(2, 64)
+    assert set(plan_of(model, 2, lambda part: copy.deepcopy(part)(x))) == {"second"}
+    with pytest.raises(UsageError, match=r"no layer of Functional can be split.*that the step calls"):
+        plan_of(functional, 2, lambda part: part(x))
+
+
+def test_of_a_module_that_the_job_gives_parametrized_layers_stay_whole() -> None:
+    model = Words(Block(F.gelu))
+    nn.utils.parametrizations.spectral_norm(model.head)
+    given = job(model=model)
+    plan = plan_of(replica_of(given, BUCKET).model, 2, partial(run_step, given, LeafSpec.of(given)))
+    assert set(plan) == {"embed", "block.fc1", "block.fc2"}
+
+
+def test_declared_layers_that_cannot_compute_in_parts_are_split_each_by_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = job(model=OddlyHeaded)
+    plan: Any = plan_of(replica_of(given, BUCKET).model, 2, partial(run_step, given, LeafSpec.of(given)))
+    assert isinstance(plan["layers.0.attention.o_proj"], RowwiseParallel)
+    assert plan["layers.0.attention.k_proj"].output_layouts[0].is_shard()
+    assert isinstance(plan["layers.1.down"], RowwiseParallel)
+    for number, name in product((1, 2), ("q_proj", "k_proj", "v_proj", "o_proj")):
+        assert plan[f"layers.{number}.attention.{name}"].output_layouts[0].is_replicate()
+    (record,) = caplog.records
+    assert "the layers of layers.1.attention and 1 other modules are split each by itself" in record.getMessage()
+
+
+def test_trying_a_pair_takes_its_module_once_and_a_part() -> None:
+    with torch.device("meta"):
+        module = Block(F.gelu)
+        module.whole = nn.Linear(64, 64).requires_grad_(False)
+    size = sum(4 * parameter.numel() for parameter in module.parameters())
+    with _Held([]) as held:
+        assert _divides(module, _Pair("", ("fc1",), "fc2"), 8, ((_Like(torch.zeros(2, 32)),), {}))
+    assert held.most < 1.5 * size

@@ -222,6 +222,54 @@ class Scaled(Plain):
         self.one = nn.Parameter(torch.ones(1))
 
 
+class Overwriting(nn.Module):
+    """Writes into what its layers give: of a pair, each by itself, of an embedding."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.fc2(F.relu(self.fc1(x), inplace=True))
+            out *= 0.5
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first = nn.Embedding(8, 8), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+        self.layers, self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        hidden += 1
+        rows = self.table(x[:, 0].abs().long().clamp(max=7))
+        rows *= torch.tanh(hidden)
+        for block in self.blocks:
+            rows = rows + block(rows)
+        out: Tensor = self.head(self.layers(rows))
+        return out
+
+
+class Sharing(nn.Module):
+    """Calls none of the layers that hold its shared weight first, as T5 does; and one whose weight it uses too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.table = nn.Embedding(8, 8), nn.Embedding(8, 8)
+        self.table.weight = self.shared.weight
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.table(x[:, 0].abs().long().clamp(max=7))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        out: Tensor = self.head(self.blocks[1](x) + x @ self.blocks[1].weight)
+        return out
+
+
 def _job(model: Any, step: Any = None, **changes: Any) -> Job:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(96, 8, generator=generator)
@@ -266,6 +314,8 @@ JOBS = {
     "returns parameters themselves": _job(Given),
     "measures a parameter": _job(Scaled, _measured, accumulate_grad_batches=2),
     "measures one in bf16": _job(Scaled, _measured, precision="bf16"),
+    "writes into outputs": _job(Overwriting, accumulate_grad_batches=2),
+    "shares a weight": _job(Sharing),
 }
 
 #: Computed once more in backward, they find nothing frozen; and torch compiles no checkpoints of a kind.
@@ -309,7 +359,10 @@ for _name, _given in JOBS.items():
     }
     if _name not in ONCE:
         CASES[f"{_name}, fsdp and checkpoints"] = _case(_given, "fsdp", exact=True, checkpoint_activations=True)
-    if _given.step is not _measured:  # which uses parameters outside of the model
+    if _given.model is Sharing:  # outside of what fully_shard makes units of
+        del CASES[f"{_name}, fsdp"], CASES[f"{_name}, fsdp and checkpoints"]
+        CASES[f"{_name}, tp"] = _case(_given, "tp", exact=False)
+    elif _given.step is not _measured:  # which uses parameters outside of the model
         CASES[f"{_name}, fsdp of the job"] = _case(replace(_given, parallelize=_divided), "fsdp", exact=False)
         if _given.precision == "fp32" and _given.model is not Given:  # else parts of a product are rounded
             CASES[f"{_name}, tp"] = _case(_given, "tp", exact=False)

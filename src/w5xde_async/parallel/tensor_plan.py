@@ -17,7 +17,7 @@ import copy
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -29,8 +29,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from w5xde_async.compute.footprint import faked
 from w5xde_async.errors import UsageError
 from w5xde_async.job import copied_model
 from w5xde_async.parallel.replica import units_of
@@ -79,6 +81,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
 }
+_ON_PARTS = "replicated_with_grad_allreduce"  # of what is whole, and computes with each rank's part of heads
 
 
 def parallelized(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> nn.Module:
@@ -102,30 +105,43 @@ def plan_of(model: nn.Module, ranks: int, run: Callable[[nn.Module], object]) ->
     ``run``: the step with such a model, forward; raises where that needs values, or the data is not here. What it shows
     is how modules are called: pairs whose call is not seen are split layer by layer, and so are those that do not
     divide, such as attention that takes its number of heads from a constant, or a softmax over all features. A layer
-    that the step never calls, for it uses the weight itself, stays whole.
+    that the step never calls stays whole, and so does one whose weight it uses itself, beside that.
 
     Raises UsageError where there is nothing to split.
     """
-    declared = _declared(model, ranks)
+    declared, between = _declared(model)
     if declared:
-        return declared
-    pairs = [pair for pair in _pairs(model) if _can_divide(model, pair, ranks)]
+        pairs = _declared_pairs(model, declared)
+    else:
+        pairs = [pair for pair in _pairs(model) if _can_divide(model, pair, ranks)]
     seen = _Calls(model, pairs)
-    try:
-        run(seen.model)
-    except Exception:  # of the user's code, told where it is computed
-        seen.complete = False
-    kinds: dict[object, bool] = {}
-    whole = [pair for pair in pairs if not seen.divides(pair, ranks, kinds)]
-    plan = _inferred(model, ranks, [pair for pair in pairs if pair not in whole])
+    seen.watch(run)
+    if declared:
+        apart = [pair for pair in pairs if pair.path in between or seen.fails(pair, ranks)]
+        plan = _tied_alike(model, _each_by_itself(model, declared, apart, ranks), ranks)
+    else:
+        plan = _own(model, seen, pairs, ranks)
     if not plan:
         raise UsageError(
             f"no layer of {type(model).__name__} can be split over {ranks} ranks: tp needs linear layers or "
-            "embeddings whose sizes the number of ranks divides, and no embedding with sparse gradients, max_norm or "
-            "scale_grad_by_freq; use fsdp, or say in Job.parallelize what is split"
+            "embeddings that the step calls, whose weights it uses nowhere else, whose sizes the number of ranks "
+            "divides, and no embedding with sparse gradients, max_norm or scale_grad_by_freq; use fsdp, or say in "
+            "Job.parallelize what is split"
         )
-    called = {path: style for path, style in plan.items() if path in seen.called} if seen.complete else plan
-    return called or plan
+    return plan
+
+
+def _own(model: nn.Module, seen: _Calls, pairs: Sequence[_Pair], ranks: int) -> dict[str, ParallelStyle]:
+    """The plan of a model that declares none."""
+    pairs, whole = [pair for pair in pairs if seen.divides(pair, ranks)], set[str]()
+    while True:
+        plan = _inferred(model, ranks, pairs, whole)
+        if seen.complete:
+            plan = {path: style for path, style in plan.items() if path in seen.called}
+        if not (mixed := seen.mixed(plan)):
+            return plan
+        whole |= mixed
+        pairs = [pair for pair in pairs if whole.isdisjoint(_joined(pair.path, name) for name in pair.names)]
 
 
 def part_of(model: nn.Module, ranks: int, plan: Mapping[str, ParallelStyle]) -> tuple[nn.Module, set[str]]:
@@ -158,15 +174,41 @@ def _split(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]
     for module in model.modules():
         for name, parameter in module._parameters.items():
             places.setdefault(id(parameter), []).append((module, name))
+    planned = {name: model.get_submodule(name) for name in plan}
     for name, style in plan.items():
-        parallelize_module(model.get_submodule(name), mesh, style)
-    for (owner, own), *others in places.values():  # what was tied has become several
-        for module, name in others:
+        parallelize_module(planned[name], mesh, style)
+        planned[name].register_forward_hook(_as_made)
+    split = {id(module) for module in planned.values()}
+    for tied in places.values():  # what was tied has become several
+        owner, own = next((place for place in tied if id(place[0]) in split), tied[0])
+        for module, name in tied:
             module._parameters[name] = owner._parameters[own]
 
 
-def _inferred(model: nn.Module, ranks: int, pairs: Sequence[_Pair]) -> dict[str, ParallelStyle]:
-    """Styles by module name: of these pairs, and of what is split by itself."""
+def _as_made(layer: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    """What a split layer gives may be written into, as what any layer gives: that of ``DTensor`` is a view."""
+    made: Tensor = cast(Any, _AsMade).apply(output)
+    return made
+
+
+class _AsMade(torch.autograd.Function):
+    """The same memory in a tensor that is no view."""
+
+    @staticmethod
+    def forward(output: Tensor) -> Tensor:
+        return output.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _inferred(model: nn.Module, ranks: int, pairs: Sequence[_Pair], whole: Collection[str]) -> dict[str, ParallelStyle]:
+    """Styles by module name: of these pairs, and of what is split by itself. ``whole``: what is not."""
     plan: dict[str, ParallelStyle] = {}
     for pair in pairs:
         plan |= {_joined(pair.path, name): ColwiseParallel() for name in pair.columns}
@@ -178,10 +220,11 @@ def _inferred(model: nn.Module, ranks: int, pairs: Sequence[_Pair]) -> dict[str,
     def fits(module: nn.Module, extent: int) -> bool:
         return id(module) not in inside and extent % ranks == 0 and all(p.numel() for p in module.parameters())
 
-    least = worth(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding))
+    weights = [m._parameters.get("weight") for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)]
+    least = worth(weight.numel() for weight in weights if weight is not None)
     single: dict[str, tuple[nn.Linear | nn.Embedding, ParallelStyle]] = {}
     for path, module in model.named_modules():
-        if path in plan:
+        if path in plan or path in whole:
             continue
         style = _by_itself(module)
         if style is not None:
@@ -273,6 +316,8 @@ class _Calls:
         self.called = set[str]()
         self.complete = True
         self._source = model
+        self._kinds: dict[object, bool] = {}  # what was found of modules like one
+        self._uses = _Uses(model)
         # Of calls of each module that holds a pair: what it was given, by how that is shown; one more than are tried.
         self._given: dict[str, dict[str, tuple[Any, Any]]] = {}
         self._outside = set[str]()  # layers that somebody else calls than the module that holds them
@@ -284,6 +329,19 @@ class _Calls:
         for path, module in self.model.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.register_forward_pre_hook(partial(self._calls, path))
+                module.register_forward_hook(self._called, always_call=True)
+
+    def watch(self, run: Callable[[nn.Module], object]) -> None:
+        """Run the model."""
+        try:
+            with self._uses:
+                run(self.model)
+        except Exception:  # of the user's code, told where it is computed
+            self.complete = False
+
+    def mixed(self, plan: Mapping[str, ParallelStyle]) -> set[str]:
+        """The layers of a plan whose weights were used with other tensors, and not by these layers' own calls."""
+        return self._uses.mixed(plan)
 
     # Who runs the model may run a copy of it. These are called there, for copies of them would note it for themselves.
     def __deepcopy__(self, memo: object) -> _Calls:
@@ -301,23 +359,101 @@ class _Calls:
 
     def _calls(self, path: str, module: nn.Module, inputs: object) -> None:
         self.called.add(path)
+        self._uses.begins(path, module)
         if not self._open.get(path.rpartition(".")[0]):
             self._outside.add(path)
 
-    def divides(self, pair: _Pair, ranks: int, kinds: dict[object, bool]) -> bool:
-        """Whether each rank may have its part of the pair. ``kinds``: what was found of modules like this one."""
+    def _called(self, module: nn.Module, inputs: object, output: object) -> None:
+        self._uses.ends(module)
+
+    def divides(self, pair: _Pair, ranks: int) -> bool:
+        """Whether each rank may have its part of the pair."""
         names = [_joined(pair.path, name) for name in pair.names]
         calls = self._given.get(pair.path, {})
         if not 0 < len(calls) <= _MOST_CALLS:
             return False
         if not self._outside.isdisjoint(names) or not self.called.issuperset(names):
             return False
+        return self._found(pair, lambda module: all(_divides(module, pair, ranks, one) for one in calls.values()))
+
+    def fails(self, pair: _Pair, ranks: int) -> bool:
+        """Whether a call of the module that holds the pair fails for a rank's part alone."""
+        calls = self._given.get(pair.path, {})
+        return self._found(pair, lambda module: any(_fails(module, pair, ranks, one) for one in calls.values()))
+
+    def _found(self, pair: _Pair, find: Callable[[nn.Module], bool]) -> bool:
         module = self._source.get_submodule(pair.path)
-        kind = pair.names, _kind(module), tuple(calls)
-        if kind not in kinds:
+        kind = pair.names, _kind(module), tuple(self._given.get(pair.path, {}))
+        if kind not in self._kinds:
             with random_state(), users_code():
-                kinds[kind] = all(_divides(module, pair, ranks, given) for given in calls.values())
-        return kinds[kind]
+                self._kinds[kind] = find(module)
+        return self._kinds[kind]
+
+
+class _Uses(TorchFunctionMode):
+    """How parameters of layers, and what is computed from these alone, are used beside the calls of the layers.
+
+    A ``DTensor`` goes together with other tensors only where these have one value: with them a penalty of all
+    parameters can be computed, and nothing else.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._shapes = {
+            tuple(weight.shape)
+            for module in model.modules()
+            if type(module) in (nn.Linear, nn.Embedding) and (weight := module._parameters.get("weight")) is not None
+        }
+        # By a tensor's id; they are kept, so that nobody else gets it.
+        self._layers: dict[int, tuple[Tensor, set[str]]] = {}  # that have a parameter
+        self._own = Counter[int]()  # of parameters: calls that go on of layers that have them
+        self._sources: dict[int, tuple[Tensor, frozenset[int]]] = {}  # parameters that it was made from
+        self._together = set[frozenset[tuple[frozenset[int], bool]]]()  # of a call: these, and whether it is one value
+
+    def begins(self, path: str, layer: nn.Module) -> None:
+        for parameter in layer._parameters.values():
+            if parameter is not None:
+                self._layers.setdefault(id(parameter), (parameter, set()))[1].add(path)
+                self._own[id(parameter)] += 1
+
+    def ends(self, layer: nn.Module) -> None:
+        self._own.subtract(id(parameter) for parameter in layer._parameters.values() if parameter is not None)
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        if not made:
+            return result
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        sources = [self._of(one) for one in given]
+        if every := frozenset[int]().union(*sources):
+            self._together.add(frozenset((of, one.numel() == 1) for of, one in zip(sources, given, strict=True)))
+            for one in made:
+                self._sources[id(one)] = one, every
+        return result
+
+    def _of(self, tensor: Tensor) -> frozenset[int]:
+        if self._own[key := id(tensor)] > 0:
+            return frozenset()
+        if key in self._sources:
+            return self._sources[key][1]
+        if not isinstance(tensor, nn.Parameter):
+            return frozenset()
+        if key not in self._layers and tuple(tensor.shape) not in self._shapes:
+            return frozenset()
+        self._sources[key] = tensor, frozenset((key,))
+        return self._sources[key][1]
+
+    def mixed(self, plan: Collection[str]) -> set[str]:
+        split = {key for key, (_, paths) in self._layers.items() if not paths.isdisjoint(plan)}
+        found = set[str]()
+        for together in self._together:
+            if any(sources.isdisjoint(split) and not one for sources, one in together):
+                used = split.intersection(key for sources, _ in together for key in sources)
+                found |= {path for key in used for path in self._layers[key][1]}
+        return found
 
 
 def _kind(module: nn.Module) -> object:
@@ -367,21 +503,23 @@ def _is_alike(
         whole.eval()
     args, kwargs = tree_map_only(_Like, partial(_values, bools=bools), given)
     sums: list[Tensor] = []
-    apart = [copy.deepcopy(whole) for _ in range(ranks)]  # before its buffers change
-    expected, between = _outcome(whole, pair, args, kwargs, sums, first=True)
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in whole.parameters()}
+    # A copy is computed, for that changes its buffers.
+    expected, between = _outcome(copy.deepcopy(whole, {**shared}), pair, args, kwargs, sums, first=True)
     if not all(torch.isfinite(tensor).all() for tensor in expected.values()):
         return None
     if any(not features.numel() or features.std() == 0 for features in between):
         return None  # a mask of such values hides all
-    for rank, part in enumerate(apart):
+    for rank in range(ranks):
+        part = copy.deepcopy(whole, {**shared})
         for name in pair.columns:
             layer: Any = part.get_submodule(name)
             rows = slice(rank * (size := layer.out_features // ranks), (rank + 1) * size)
-            layer.weight = nn.Parameter(layer.weight.detach()[rows].clone())
-            layer.bias = layer.bias if layer.bias is None else nn.Parameter(layer.bias.detach()[rows].clone())
+            layer.weight = nn.Parameter(layer.weight.detach()[rows])
+            layer.bias = layer.bias if layer.bias is None else nn.Parameter(layer.bias.detach()[rows])
         row: Any = part.get_submodule(pair.row)
         ours = slice(rank * (size := row.in_features // ranks), (rank + 1) * size)
-        row.weight = nn.Parameter(row.weight.detach()[:, ours].clone())
+        row.weight = nn.Parameter(row.weight.detach()[:, ours])
         try:
             found, parts = _outcome(part, pair, args, kwargs, sums, first=False)
         except Exception:
@@ -393,6 +531,29 @@ def _is_alike(
         if not all(_near(mine, features[..., ours]) for mine, features in zip(parts, between, strict=True)):
             return False
     return True
+
+
+def _fails(module: nn.Module, pair: _Pair, ranks: int, given: tuple[Any, Any]) -> bool:
+    """Whether the module, called so, computes, and does not with a rank's part of a pair; without memory.
+
+    What is not known to be a value, as a cache that is filled while it is called, is left out.
+    """
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in pair.columns}
+    part, _ = part_of(module, ranks, plan | {pair.row: RowwiseParallel()})
+
+    def of(leaf: object) -> Any:
+        if isinstance(leaf, _Like):
+            return _values(leaf, bools=True)
+        return leaf if isinstance(leaf, bool | int | float | str | torch.dtype | torch.device) else None
+
+    for one in (module, part):
+        try:
+            with faked(one) as (copied, _):
+                args, kwargs = tree_map(of, given)
+                copied(*args, **kwargs)
+        except Exception:
+            return one is part
+    return False
 
 
 def _outcome(
@@ -448,7 +609,7 @@ def _filled(module: nn.Module, bools: bool) -> nn.Module:
         made = _values(_Like(tensor), bools=bools)
         if isinstance(tensor, nn.Parameter):
             scale = tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 1.0
-            memo[id(tensor)] = nn.Parameter(made * scale, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = nn.Parameter(made.mul_(scale), requires_grad=tensor.requires_grad)
         else:
             memo[id(tensor)] = made
     copied = copy.deepcopy(module, memo)
@@ -481,21 +642,62 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _declared(model: nn.Module, ranks: int) -> dict[str, ParallelStyle] | None:
-    """Of ``model._tp_plan``; None where it has none. Raises UsageError for a style that is not known here."""
-    told = getattr(model, "_tp_plan", None)
-    if not told:
-        return None
-    plan: dict[str, ParallelStyle] = {}
-    for pattern, name in told.items():
-        if name not in _STYLES:
+def _declared(model: nn.Module) -> tuple[dict[str, ParallelStyle], set[str]]:
+    """Of ``model._tp_plan``: styles by module name, nothing where it has none; and the modules in which others that are
+    whole would compute with parts. Raises UsageError for a style that is not known here."""
+    plan, between = dict[str, ParallelStyle](), set[str]()
+    for pattern, name in (getattr(model, "_tp_plan", None) or {}).items():
+        if name not in _STYLES and name != _ON_PARTS:
             raise UsageError(
-                f"the model's _tp_plan has the style {name!r} for {pattern}; known are {', '.join(_STYLES)}: say in "
-                "Job.parallelize what is split"
+                f"the model's _tp_plan has the style {name!r} for {pattern}; known are "
+                f"{', '.join((*_STYLES, _ON_PARTS))}: say in Job.parallelize what is split"
             )
         wanted = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-        plan |= {path: _STYLES[name]() for path, _ in model.named_modules() if wanted.fullmatch(path)}
-    return _tied_alike(model, plan, ranks)
+        for path, _ in model.named_modules():
+            if wanted.fullmatch(path) is None:
+                continue
+            if name == _ON_PARTS:
+                between.add(path.rpartition(".")[0])
+            else:
+                plan[path] = _STYLES[name]()
+    return plan, between
+
+
+def _declared_pairs(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[_Pair]:
+    """Layers of one module between which each rank has its own part."""
+    columns, rows = dict[str, list[str]](), dict[str, list[str]]()
+    for path, chosen in plan.items():
+        style: Any = chosen
+        inside = style.output_layouts if isinstance(style, ColwiseParallel) else style.input_layouts
+        if type(model.get_submodule(path)) is nn.Linear and inside[0].is_shard():
+            parent, _, name = path.rpartition(".")
+            (columns if isinstance(style, ColwiseParallel) else rows).setdefault(parent, []).append(name)
+    return [_Pair(path, tuple(columns[path]), names[0]) for path, names in rows.items()
+            if path in columns and len(names) == 1]  # fmt: skip
+
+
+def _each_by_itself(
+    model: nn.Module, plan: Mapping[str, ParallelStyle], pairs: Sequence[_Pair], ranks: int
+) -> dict[str, ParallelStyle]:
+    """A plan in which the layers of these pairs are not split together."""
+    found = dict(plan)
+    for pair in pairs:
+        for name in pair.names:
+            path = _joined(pair.path, name)
+            layer = model.get_submodule(path)
+            style = _by_itself(layer)
+            if style is None or cast(nn.Linear, layer).out_features % ranks:
+                del found[path]
+            else:
+                found[path] = style
+    if pairs:
+        logger.warning(
+            "the layers of %s%s are split each by itself, though the model's _tp_plan splits them together: none of %d "
+            "ranks can compute its part alone, for it has no whole head, or a norm works between that would have a "
+            "part of its gradient",
+            pairs[0].path or type(model).__name__, f" and {len(pairs) - 1} other modules" if pairs[1:] else "", ranks,
+        )  # fmt: skip
+    return found
 
 
 def _tied_alike(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -> dict[str, ParallelStyle]:
