@@ -29,7 +29,7 @@ from w5xde_async.compute.footprint import _Held
 from w5xde_async.errors import UsageError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.parallel.building import island_engine, run_step
-from w5xde_async.parallel.composed import ComposedEngine, _FirstDerivatives
+from w5xde_async.parallel.composed import ComposedEngine, _FirstDerivatives, _may_be_of_a_split
 from w5xde_async.parallel.engine import LoneLeafError, Traced
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.replica import replica_of
@@ -1100,3 +1100,23 @@ def test_trying_a_pair_takes_its_module_once_and_a_part() -> None:
     with _Held([]) as held:
         assert _divides(module, _Pair("", ("fc1",), "fc2"), 8, ((_Like(torch.zeros(2, 32)),), {}))
     assert held.most < 1.5 * size
+
+
+def test_a_failure_is_laid_to_the_split_where_it_is_about_sizes_or_of_dtensor() -> None:
+    def caught(fail: Callable[[], object]) -> BaseException:
+        try:
+            fail()
+        except BaseException as error:
+            return error
+        raise AssertionError
+
+    def of_the_job() -> None:
+        raise RuntimeError("on purpose")
+
+    def of_dtensor() -> None:
+        RowwiseParallel()._apply(nn.ReLU(), cast(Any, None))
+
+    for other in (of_the_job, lambda: [][0], lambda: (_ for _ in ()).throw(MemoryError("size"))):
+        assert not _may_be_of_a_split(caught(other))
+    for split in (of_dtensor, lambda: torch.zeros(6).view(4, -1), lambda: torch.zeros(2, 3) @ torch.zeros(2, 3)):
+        assert _may_be_of_a_split(caught(split))

@@ -25,8 +25,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import re
 import struct
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -84,6 +86,8 @@ _DATA = "fsdp"  # the axis whose ranks have leaves of their own
 _ALIKE = 1e-3  # copies of a gradient may differ by so much (relative): other devices round otherwise
 _PATIENCE_S = 20.0  # for the other ranks, who raise what this one has raised
 _ENDED, _FAILED = -1, -2  # said in the place of an exchange's number
+_OF_SIZES = re.compile(r"DTensor|\b(shapes?|sizes?|dimensions?|elements)\b", re.IGNORECASE)
+_OF_DTENSOR = re.compile(r"torch\.distributed\.tensor\b")  # modules
 _OF_A_UNIT = "RegisterPostBackwardFunction"  # what ``fully_shard`` has autograd call; under ``torch.func`` a subclass
 
 
@@ -429,7 +433,7 @@ class ComposedEngine:
             raise self._lost
         if is_interrupt(error) or isinstance(error, UsageError) or is_rank_gone(error):
             raise error
-        if not self._told_of_failure:
+        if not self._told_of_failure and _may_be_of_a_split(error):
             self._told_of_failure = True
             logger.warning(
                 "a leaf failed under %s, which splits parameters: a model that uses one outside its own layer, or "
@@ -780,6 +784,14 @@ class _FirstDerivatives:
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
         return isinstance(tensor, DTensor) or id(tensor) in self._divided
+
+
+def _may_be_of_a_split(error: BaseException) -> bool:
+    """Whether it is about sizes, or comes from ``DTensor``."""
+    if not isinstance(error, (RuntimeError, TypeError, ValueError, AssertionError)):
+        return False
+    frames = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return _OF_SIZES.search(str(error)) is not None or any(map(_OF_DTENSOR.match, frames))
 
 
 def _groups_of(unit: Any) -> list[Any]:
