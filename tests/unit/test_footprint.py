@@ -387,12 +387,27 @@ def test_what_cannot_be_cut_says_so() -> None:
             out: Tensor = self.down(self.up(x).view(-1, 4, 16).flatten(1))
             return out
 
-    class Declaring(Counting):
+    class Together(Counting):
         _tp_plan: ClassVar = {"up": "colwise", "down": "rowwise"}
 
-    counting = Survey(replace(jobs.mlp_adamw(), model=Counting))
-    said = [str(row.need) for row in counting.rows([Island("tp", 2), Island.parse("fsdp=2,tp=2")])]
-    assert "Need(" in said[-2]
+    class Declaring(Counting):
+        """In two modules: nothing says that a rank cannot compute its part of them."""
+
+        _tp_plan: ClassVar = {"inner.up": "colwise", "down": "rowwise"}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleDict({"up": self.up})
+            del self.up
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.down(self.inner["up"](x).view(-1, 4, 16).flatten(1))
+            return out
+
+    for model in (Counting, Together):
+        counting = Survey(replace(jobs.mlp_adamw(), model=model))
+        said = [str(row.need) for row in counting.rows([Island("tp", 2), Island.parse("fsdp=2,tp=2")])]
+        assert "Need(" in said[-2]
     counting = Survey(replace(jobs.mlp_adamw(), model=Declaring))
     assert "that the model's _tp_plan splits" in str(list(counting.rows([Island("tp", 2)]))[-1].need)
     assert "that the model's _tp_plan splits" in str(
