@@ -259,7 +259,7 @@ class Survey(Measured):
                 except NotTraceable as error:
                     self._atoms = error
                     return error
-            self._atoms = cut(program, self.layout, memory_bytes=1 << 62)
+            self._atoms = cut(program, self.layout, precision=self.precision, memory_bytes=1 << 62)
         return self._atoms
 
 
@@ -268,7 +268,7 @@ class ProgramSurvey(Measured):
 
     def __init__(self, program: Program, layout: Layout, spec: LeafSpec) -> None:
         self.layout, self.precision = layout, spec.precision
-        self._atoms = cut(program, layout, memory_bytes=1 << 62)
+        self._atoms = cut(program, layout, precision=self.precision, memory_bytes=1 << 62)
         shapes = example(program.graphs[0].inputs)
         self.tensors = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shapes]
         (activations,) = activations_of_stages(self._atoms, [range(len(self._atoms))], self.tensors, self.precision)

@@ -36,7 +36,8 @@ def atoms_of(job: Job, group: Group, sizes: Sequence[int] = (4, 3, 2), bucket_by
     text, constants = group.bytes_of_all(text)[0], group.bytes_of_all(constants)[0]
     held = safetensors.torch.load(constants)
     tensors: list[torch.Tensor] = [held[str(number)] for number in range(len(held))]
-    return cut(parse(Document(text, tuple(tensors)), layout), layout, memory_bytes=1 << 32)
+    program = parse(Document(text, tuple(tensors)), layout)
+    return cut(program, layout, precision=job.precision, memory_bytes=1 << 32)
 
 
 def _trace(job: Job, model: nn.Module, layout: Layout, sizes: Sequence[int]) -> tuple[bytes, bytes]:

@@ -216,6 +216,21 @@ class Random(nn.Module):
         return out
 
 
+class Masked(nn.Module):
+    """An additive mask in the dtype of what autocast has made: in no other would the operator take it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.head = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 4, 16)
+        query, key = self.query(x), self.key(x)
+        mask = torch.zeros(len(x), 4, 4).to(query.dtype)
+        out: Tensor = self.head(torch.baddbmm(mask, query, key.transpose(1, 2)).tanh()).mean(1)
+        return out
+
+
 class Again(nn.Module):
     """One layer three times, with others between."""
 
@@ -239,6 +254,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "transformer": lambda: _job(Transformer, _tokens(), _words),
     "transformer-bf16": lambda: _job(Transformer, _tokens(), _words, precision="bf16"),
     "untied-bf16": lambda: _job(lambda: Transformer(2, tied=False), _tokens(), _words, precision="bf16"),
+    "masked-bf16": lambda: _job(Masked, _digits(), _classes, precision="bf16"),
     "convolutions": lambda: _job(Convolutions, _digits(), _classes),
     "giant": lambda: _job(Giant, (torch.randn(16, 4),), lambda model, batch: model(batch[0]).square().mean()),
     "dot": lambda: _job(Dot, (torch.randn(16, 6),), lambda model, batch: model(batch[0][0])),
@@ -264,12 +280,13 @@ def made(name: str) -> Made:
     layout = Layout.of(model)
     batches = probe_batches(job, [job.microbatch_samples, job.microbatch_samples - 1, 2])
     program = parse(trace(job, model, layout, batches), layout)
-    return Made(job, layout, cut(program, layout, memory_bytes=MEMORY, most=256), batches)
+    return Made(job, layout, cut(program, layout, precision=job.precision, memory_bytes=MEMORY, most=256), batches)
 
 
 def anywhere(of: Made) -> Made:
     """Cut wherever it is allowed, not just where little crosses: with no least size and no width that is too much."""
-    return of._replace(atoms=cut(of.atoms.program, of.layout, memory_bytes=MEMORY, most=1 << 40))
+    program, precision = of.atoms.program, of.job.precision
+    return of._replace(atoms=cut(program, of.layout, precision=precision, memory_bytes=MEMORY, most=1 << 40))
 
 
 # -- the oracle
@@ -626,7 +643,7 @@ def test_parts_have_no_memory_until_they_are_given_some() -> None:
 def test_a_program_over_the_memory_is_refused() -> None:
     of = made("giant")
     with pytest.raises(ProgramRefused, match="bytes"):
-        cut(of.atoms.program, of.layout, memory_bytes=1000)
+        cut(of.atoms.program, of.layout, precision="fp32", memory_bytes=1000)
 
 
 # -- the same everywhere

@@ -109,7 +109,7 @@ def _fully_sharded(
     from w5xde_async.parallel.replica import replica_of, replica_of_program
 
     if isinstance(source, Traced):
-        atoms = cut(source.program, source.layout, memory_bytes=source.memory_bytes)
+        atoms = cut(source.program, source.layout, precision=spec.precision, memory_bytes=source.memory_bytes)
         replica = replica_of_program(atoms, group.device, spec.precision)
     else:
         replica = replica_of(source, bucket_bytes)
@@ -130,7 +130,7 @@ def _pipeline(
     from w5xde_async.parallel.pipeline import PipelineEngine
 
     memory_bytes = group.size * source.memory_bytes  # what a step makes lies on all ranks together
-    atoms = cut(source.program, source.layout, memory_bytes=memory_bytes)
+    atoms = cut(source.program, source.layout, precision=spec.precision, memory_bytes=memory_bytes)
     stages: list[range] | None = None
     if stages_at:
         if len(stages_at) != group.size - 1:

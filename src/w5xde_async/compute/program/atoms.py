@@ -534,15 +534,16 @@ class _Way(NamedTuple):
         )
 
 
-def cut(program: Program, layout: Layout, *, memory_bytes: int, most: int = 256) -> Atoms:
-    """Cut a checked program into at most ``most`` atoms.
+def cut(program: Program, layout: Layout, *, precision: str, memory_bytes: int, most: int = 256) -> Atoms:
+    """Cut a checked program, for runs in ``precision``, into at most ``most`` atoms.
 
     Each has at least one part in ``most`` of the operations or of the parameters. A program of several graphs is cut
     where all of them can be, so that an atom has the same entries in each. Raises ProgramRefused where the program's
     results need more than ``memory_bytes``, all parts together.
     """
     whole = Atoms(program, layout, (), (), (), memory_bytes)
-    lines = [_Line(whole, *pair) for pair in zip(program.graphs, whole._sized, strict=True)]
+    half = autocast(precision)
+    lines = [_Line(whole, *pair, half) for pair in zip(program.graphs, whole._sized, strict=True)]
     chosen = lines[0].narrow(most)
     bounds = _aligned(lines, chosen)
     atoms: list[Atom] = []
@@ -583,7 +584,7 @@ def _aligned(lines: Sequence[_Line], chosen: Sequence[int]) -> tuple[tuple[int, 
 class _Line:
     """A graph as a line of nodes, with what there is to know of every position between two of them."""
 
-    def __init__(self, atoms: Atoms, traced: Graph, sized: _Sized) -> None:
+    def __init__(self, atoms: Atoms, traced: Graph, sized: _Sized, half: Callable[[], Any] | None) -> None:
         self._sized, self._layout = sized, atoms.layout
         self.graph, self._base = graph, base = sized.graph, sized.base
         count = len(graph.nodes)
@@ -607,7 +608,7 @@ class _Line:
                 nbytes[value] = elements * result.element_size()
             return result
 
-        _rehearse(atoms, traced, example(traced.inputs), each, None)
+        _rehearse(atoms, traced, example(traced.inputs), each, half)
         self.operations = list(accumulate(operations, initial=0))  #: before each position
         self._first = self._first_uses()
         numel = [0] * count
@@ -747,7 +748,11 @@ class _Line:
 
 
 def _rehearse(
-    atoms: Atoms, graph: Graph, batch: Shapes, each: Callable[[int, Callable[[], Any]], Any], half: Any
+    atoms: Atoms,
+    graph: Graph,
+    batch: Shapes,
+    each: Callable[[int, Callable[[], Any]], Any],
+    half: Callable[[], Any] | None,
 ) -> None:
     """Run a graph without memory, gradients recorded."""
     layout = atoms.layout
