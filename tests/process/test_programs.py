@@ -437,7 +437,7 @@ if "worker" in sys.argv[0]:
     try:
         os.close(os.open(Path(__file__).with_name("taken"), os.O_CREAT | os.O_EXCL))
     except FileExistsError:
-        os._exit(2)
+        raise RuntimeError("this machine has one device") from None
 """
 
 

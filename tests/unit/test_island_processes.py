@@ -32,7 +32,7 @@ from w5xde_async.errors import ExitCode, LocalError, UsageError
 from w5xde_async.hub.members import roster
 from w5xde_async.parallel import group
 from w5xde_async.parallel.group import join_store, open_store
-from w5xde_async.parallel.shape import IslandShape
+from w5xde_async.parallel.shape import ENDS, WORD_FD, IslandShape
 from w5xde_async.plan.shares import Share
 from w5xde_async.runtime import Runtime, loop_factory, start_process
 from w5xde_async.wire.messages import Rendezvous, Volunteer
@@ -68,7 +68,14 @@ class Told:
         self._end.cancel()
 
 
-class Starting(IslandProcesses):
+class Island(IslandProcesses):
+    """Its ranks are no processes, and end by themselves."""
+
+    def _last_words(self, rank: int) -> tuple[str, bool]:
+        return "", True
+
+
+class Starting(Island):
     """Says which ranks it starts, and where."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -143,7 +150,7 @@ async def test_a_members_port_is_its_own_from_the_first_word_to_the_coordinator_
     assert told[0].host == "127.0.0.1"
 
 
-class Waiting(IslandProcesses):
+class Waiting(Island):
     """A member whose rank does nothing until it is ended, as one does that waits for others."""
 
     def __init__(self, ranks: list[int], addresses: list[tuple[str, int]]) -> None:
@@ -231,7 +238,7 @@ async def test_a_volunteer_that_goes_is_nobodys_partner(monkeypatch: pytest.Monk
                 await asyncio.sleep(0.001)
 
 
-class Member(IslandProcesses):
+class Member(Island):
     """One whose rank is a worker of this process. Those who meet at one address are one island."""
 
     def __init__(self, address: str, circles: dict[tuple[str, int], Circle]) -> None:
@@ -340,7 +347,7 @@ class Sleeping(IslandProcesses):
         return await start_process("sleep", "60")
 
 
-class Ending(IslandProcesses):
+class Ending(Island):
     """Ranks that end with these codes, in this order."""
 
     def __init__(self, codes: Sequence[int]) -> None:
@@ -373,6 +380,41 @@ async def test_what_an_island_ends_with(codes: Sequence[int], code: int, monkeyp
     assert await Ending(codes).run() == code
 
 
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 5, 75])
+async def test_a_rank_whose_process_the_job_ends_is_lost_whatever_its_exit_code(
+    code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run would be taken for finished, or for one that no start anew ends otherwise."""
+    monkeypatch.setattr(island_processes, "_FIRST_PAUSE_S", 0.0)
+    caplog.set_level("INFO")
+    starts = 0
+
+    async def start(*_: str, env: dict[str, str], **__: Any) -> Any:
+        nonlocal starts
+        starts += 1
+        word, process = int(env[WORD_FD]), Told()
+        if starts == 2:
+            process._end.set_result(code)
+        elif starts > 2:
+            await asyncio.to_thread(os.write, word, f"it is over{ENDS}".encode())
+            process._end.set_result(0)
+        return process
+
+    monkeypatch.setattr(island_processes, "start_process", start)
+    monkeypatch.setattr(island_processes, "_OTHERS_S", 0.0)
+    assert await IslandProcesses(SHAPE, (), threads=1).run() == 0
+    assert starts == 4
+    assert (
+        f"island lost, all of it is started again in 0.0 s reason=rank 1 ended with exit code {code} (by" in caplog.text
+    )
+    assert "the island has left reason=rank 0 ended with exit code 0: it is over; rank 1" in caplog.text
+
+
+async def test_why_an_island_ends_for_good_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert await Ending((ExitCode.USAGE, LOST)).run() == ExitCode.USAGE
+    assert "no start anew would end otherwise reason=rank 0 ended with exit code 2" in caplog.text
+
+
 async def test_a_member_that_waits_for_others_is_told_to_leave() -> None:
     asked = asyncio.Event()
 
@@ -396,12 +438,12 @@ async def test_ranks_hear_of_it_once_however_often_an_island_is_told_to_leave() 
         def send_signal(self, number: int) -> None:
             told.append(number)
 
-    class Island(IslandProcesses):
+    class Here(Island):
         async def _start(self, rank: int, place: Place, listening: socket.socket) -> Any:
             asyncio.get_running_loop().call_soon(here.set)
             return Rank()
 
-    island = Island(SHAPE, (), threads=1)
+    island = Here(SHAPE, (), threads=1)
     running = asyncio.create_task(island.run())
     await here.wait()
     ranks: Any = island._processes.copy()
@@ -417,14 +459,14 @@ async def test_ranks_hear_of_it_once_however_often_an_island_is_told_to_leave() 
 async def test_an_island_that_is_told_to_leave_while_ranks_are_started_leaves(at: int) -> None:
     ended: list[Told] = []
 
-    class Island(IslandProcesses):
+    class Here(Island):
         async def _start(self, rank: int, place: Place, listening: socket.socket) -> Any:
             ended.append(Told())
             if rank == at:
                 self.leave("SIGTERM")
             return ended[-1]
 
-    assert await Island(SHAPE, (), threads=1).run() == DRAINED
+    assert await Here(SHAPE, (), threads=1).run() == DRAINED
     assert [process.returncode for process in ended] == [-signal.SIGKILL] * (at + 1)
 
 
@@ -463,7 +505,7 @@ def test_an_island_has_one_lifetime_however_often_it_is_started(monkeypatch: pyt
     async def live(lifetime_s: float, find_s: float) -> tuple[int, bool]:
         monkeypatch.setattr(island_processes, "time", SimpleNamespace(monotonic=asyncio.get_running_loop().time))
         given.clear()
-        island = IslandProcesses(
+        island = Island(
             SHAPE, ("--lifetime", "1h"), threads=1, lifetime_s=lifetime_s, find=lambda: asyncio.sleep(find_s)
         )
         code = await island.run()

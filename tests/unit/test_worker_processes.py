@@ -20,7 +20,7 @@ from tests.simulator.loop import VirtualLoop
 from tests.support.jobs import mlp_sgd
 
 from w5xde_async.cluster import LocalCluster, worker_processes
-from w5xde_async.cluster.worker_processes import LocalWorkers, telling
+from w5xde_async.cluster.worker_processes import TELLING_END, LocalWorkers, telling
 from w5xde_async.errors import LocalError
 from w5xde_async.plan.numerics import EXACT, FIRST
 from w5xde_async.runtime import is_stopped, loop_factory
@@ -56,7 +56,7 @@ class Started:
 
     async def wait(self) -> int:
         await self.ended.wait()
-        return -9
+        return self.asked.code
 
     def terminate(self) -> None:
         self.ended.set()
@@ -79,6 +79,7 @@ class Asked:
         self.options: dict[str, Any] = {}
         self.signals: list[int] = []
         self.tells_ids = True
+        self.code = -9
 
     async def start(self, *command: str, env: dict[str, str], **options: Any) -> Any:
         self.options = options
@@ -449,6 +450,25 @@ async def test_one_that_fails_for_good_is_told_of_with_how_many_are_left(
             said = f"worker {name} {why}:\n  no device" if words else f"worker {name} {why}"
             assert caplog.records[-1].getMessage() == said
             assert all_lost == ([] if left else [f"every local worker has failed; local-0 {why}"])
+
+
+@pytest.mark.parametrize("code", [0, 2, 4, 5])
+@on_virtual_time
+async def test_one_whose_process_the_job_ends_is_started_again_whatever_its_exit_code(
+    asked: Asked, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """It would be taken for one that has left, or that could never work."""
+    asked.code = code
+    async with LocalWorkers(0, address="a:1", reference="") as workers:
+        await begun(workers, 1, asked)
+        asked.started[0].terminate()
+        await asyncio.sleep(worker_processes._RESTART_DELAY_S + 0.1)
+        assert len(asked.started) == 2
+        assert f"worker local-0 ended with exit code {code} (by the job's code or a library" in caplog.text
+        asked.started[1].says.put_nowait(b"bye" + TELLING_END.encode())
+        asked.started[1].terminate()
+        await asyncio.sleep(worker_processes._RESTART_DELAY_S + 0.1)
+        assert len(asked.started) == 2
 
 
 def joined(name: str, worker_id: str = "") -> WorkerJoined:

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 
 from w5xde_async.cluster.ties import Ties
 from w5xde_async.errors import ExitCode, LocalError, RefusalCode, Refused, UsageError
-from w5xde_async.parallel.shape import STORE_FD, WORD_FD, IslandShape
+from w5xde_async.parallel.shape import ENDS, STORE_FD, WORD_FD, IslandShape
 from w5xde_async.runtime import is_stopped, start_process
 from w5xde_async.wire.messages import Rendezvous, Volunteer
 
@@ -129,7 +129,11 @@ class IslandProcesses:
                 code, why = await self._once()
             finally:
                 await self._kill()
-            if code in _GOOD or code in _HOPELESS:
+            if code in _GOOD:
+                logger.info("the island has left reason=%s", why)
+                return code
+            if code in _HOPELESS:
+                logger.error("the island ends, no start anew would end otherwise reason=%s", why)
                 return code
             if self._left.is_set():
                 break
@@ -186,19 +190,21 @@ class IslandProcesses:
                 done, _ = await asyncio.wait(waits, timeout=_LEAVING_S, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     return ExitCode.ISLAND_LOST, f"the member of rank {gone.result()} is gone"
-            good = all(task.result() in _GOOD for task in done if task in waits)
+            ends = {waits[task]: self._end(waits[task], task.result()) for task in done if task in waits}
+            good = all(code in _GOOD for code, _ in ends.values())
             done, left = await asyncio.wait(waits, timeout=_LEAVING_S if good else _OTHERS_S)
         finally:
             for task in (*waits, *watched):
                 task.cancel()
-        ends = {waits[task]: task.result() for task in done}
+        ends |= {waits[task]: self._end(waits[task], task.result()) for task in done if waits[task] not in ends}
         if good and left:
             logger.warning("ranks %s did not leave with the others", sorted(waits[task] for task in left))
-        said = "; ".join(f"rank {rank} {_how(code)}{self._word(rank)}" for rank, code in sorted(ends.items()))
+        said = "; ".join(f"rank {rank} {how}" for rank, (_, how) in sorted(ends.items()))
+        codes = [code for code, _ in ends.values()]
         for code in _GOOD:  # the others have only lost it
-            if code in ends.values():
+            if code in codes:
                 return code, said
-        worst = [code for code in ends.values() if code in _HOPELESS] or [code for code in ends.values() if code]
+        worst = [code for code in codes if code in _HOPELESS] or [code for code in codes if code]
         return (worst[0] if worst else ExitCode.OK), said
 
     async def _stopped(self) -> int:
@@ -270,12 +276,27 @@ class IslandProcesses:
         finally:
             os.close(word)
 
-    def _word(self, rank: int) -> str:
-        """Why a rank has ended, where it has said that."""
+    def _end(self, rank: int, code: int) -> tuple[int, str]:
+        """What the end of a rank's process counts as, and how it was.
+
+        The job's code, or a library, may end it with any code, which says nothing then: the island is lost.
+        """
+        why, is_its_own = self._last_words(rank)
+        how = _how(code) + (f": {why}" if why else "")
+        if is_its_own or code not in (*_GOOD, *_HOPELESS):
+            return code, how
+        return (
+            ExitCode.ISLAND_LOST,
+            f"{how} (by the job's code or a library: the rank itself has not said that it ends)",
+        )
+
+    def _last_words(self, rank: int) -> tuple[str, bool]:
+        """Why a rank has ended, where it has said that; and whether it has said that it ends."""
+        said = ""
         with suppress(KeyError, BlockingIOError):
-            if said := os.read(self._words[rank], _WORD_BYTES).decode(errors="replace"):
-                return f": {said}"
-        return ""
+            said = os.read(self._words[rank], _WORD_BYTES).decode(errors="replace")
+        why, ends, _ = said.partition(ENDS)
+        return why, bool(ends)
 
     async def _kill(self) -> None:
         self._ties.close()

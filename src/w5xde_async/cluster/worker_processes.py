@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 #: The last argument but one of a worker process that learns the others from standard input; the last says of whom.
 PRESTARTED = "--prestarted-by"
 
-#: Set where a worker process tells who started it by what id the coordinator will know it.
+#: Set where a worker process tells who started it by what id the coordinator will know it, and that it ends.
 TELLS_ID = "LOCAL_WORKER_TELLS_ID"
 
 #: By these, worker processes learn that they are islands.
@@ -47,9 +47,14 @@ _JOINS_S = 60.0  # until one that has not joined is told of
 _LOOKS_S = 1.0  # between two looks whether a process is gone of which the event loop has heard nothing
 #: What a library that ends its process (SIGABRT) most often lacks.
 _ABORTED = " (as for lack of threads or memory: ulimit -u, ulimit -v)"
+#: An exit code that says nothing then.
+_BY_OTHERS = " (by the job's code or a library: the worker itself has not said that it ends)"
 _HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
 _LINE_BYTES = 1 << 20
 _ID = "w5xde worker id: "
+_END = "w5xde worker ends by itself"
+#: What a worker process says last. One that the job's code ends, or a library, has not, and its exit code may be any.
+TELLING_END = f"{_END}\n"
 _LAST_WORDS = 30  # lines kept to show after a crash
 
 
@@ -124,6 +129,7 @@ class LocalWorkers:
         self._lost: dict[str, asyncio.TimerHandle] = {}  # when who has lost its last link is killed
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._processes: dict[str, Process] = {}
+        self._ending: set[str] = set()  # names of those that have said that they end
         self._number = 0
 
     async def __aenter__(self) -> Self:
@@ -275,7 +281,9 @@ class LocalWorkers:
                 code = await self._run(name, device, words)
             except (OSError, LocalError) as error:
                 return self._give_up(name, _unstarted(error))
-            if code == ExitCode.OK:
+            is_its_own = name in self._ending
+            self._ending.discard(name)
+            if code == ExitCode.OK and is_its_own:
                 logger.info("worker %s has left", name)
                 return None
             if code is None:
@@ -283,8 +291,9 @@ class LocalWorkers:
             else:
                 how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
                 how += _ABORTED if code == -6 else ""
+                how += _BY_OTHERS if code in (ExitCode.OK, *_HOPELESS) and not is_its_own else ""
             said = "".join(f"\n  {line}" for line in words)
-            if code in _HOPELESS:
+            if code in _HOPELESS and is_its_own:
                 return self._give_up(name, how, said)
             now = time.monotonic()
             if len(restarts) == _RESTARTS and now - restarts[0] < _RESTART_WINDOW_S:
@@ -397,6 +406,11 @@ class LocalWorkers:
             if not line:
                 return
             level, text = _parse(line.decode(errors="replace").rstrip("\r\n"))
+            if level is None and text.endswith(_END):
+                self._ending.add(name)
+                text = text.removesuffix(_END)
+                if not text:
+                    continue
             before, found, worker_id = text.rpartition(_ID)  # before it: what the job has printed without a line end
             if found and level is None:
                 self._told_id(name, worker_id)

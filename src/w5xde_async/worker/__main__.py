@@ -18,9 +18,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from w5xde_async.cluster.worker_processes import PRESTARTED, TELLS_ID, telling
+from w5xde_async.cluster.worker_processes import PRESTARTED, TELLING_END, TELLS_ID, telling
 from w5xde_async.compute.machine import usable_cores
 from w5xde_async.errors import DeviceLost, ExitCode, RefusalCode, Refused, Unreachable, UsageError, W5xdeError
 from w5xde_async.openmp import keep_to, spin_briefly
@@ -62,9 +62,15 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the coordinator says what came of it
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         given = _prestarted(given[:-2])
-    return launch(
-        _kind, given, prog=prog, prepare=partial(_prepare, given), ends=_WARNINGS, exit_on_drain=ExitCode.DRAINED
-    )
+    try:
+        code = launch(
+            _kind, given, prog=prog, prepare=partial(_prepare, given), ends=_WARNINGS, exit_on_drain=ExitCode.DRAINED
+        )
+    except Exception:
+        _tell_end()
+        raise
+    _tell_end()
+    return code
 
 
 def _prestarted(given: Sequence[str]) -> list[str]:
@@ -194,7 +200,7 @@ def _work(
             if not is_rank_gone(error):
                 raise
             _tell_why(f"the ranks did not meet: {str(error).partition(chr(10))[0]}")
-            end_without_threads(ExitCode.ISLAND_LOST)  # one may still wait for a rank that is gone
+            _end_without_threads(ExitCode.ISLAND_LOST)  # one may still wait for a rank that is gone
 
     async def work() -> int:
         worker = Worker(
@@ -215,7 +221,7 @@ def _work(
         if worker.abandoned and rank is None:
             for reader in multiprocessing.active_children():
                 reader.kill()
-            end_without_threads(code)
+            _end_without_threads(code)
         return code
 
     async def serve(worker: Worker) -> int:
@@ -287,7 +293,7 @@ def _work(
             logger.error("rank %s leaves: %s", os.environ["RANK"], error)
         except Exception as error:  # a link or another rank is gone: nothing of this group can go on
             _tell_why("another rank is gone" if is_rank_gone(error) else str(error).partition("\n")[0])
-        end_without_threads(code)  # one may wait for a rank that is gone
+        _end_without_threads(code)  # one may wait for a rank that is gone
 
     return work if rank is None else work_as_rank
 
@@ -329,6 +335,23 @@ def _tell_why(said: str) -> None:
         logger.warning("rank %s leaves: %s", os.environ["RANK"], said)
 
 
+def _tell_end() -> None:
+    """To who has started this process: it ends by itself. One that the job's code ends, or a library, has not said so,
+    and its exit code may be any."""
+    from w5xde_async.parallel.shape import ENDS, WORD_FD
+
+    with suppress(OSError):  # nobody is there to hear it
+        if WORD_FD in os.environ:
+            os.write(int(os.environ[WORD_FD]), ENDS.encode())
+        elif TELLS_ID in os.environ:
+            os.write(2, TELLING_END.encode())
+
+
+def _end_without_threads(code: int) -> NoReturn:
+    _tell_end()
+    end_without_threads(code)
+
+
 def _interruptibly(call: Callable[[], _T], exit_on_drain: int) -> _T:
     """What ``call`` gives, which waits in C++ where no signal is heard."""
     found: list[_T] = []
@@ -347,7 +370,7 @@ def _interruptibly(call: Callable[[], _T], exit_on_drain: int) -> _T:
             thread.join(0.2)
     except KeyboardInterrupt as told:
         logger.info("stopped before the ranks had met")
-        end_without_threads(exit_code_of(str(told), exit_on_drain))
+        _end_without_threads(exit_code_of(str(told), exit_on_drain))
     if raised:
         raise raised[0]
     return found[0]
