@@ -810,6 +810,43 @@ def _cannot_be_built(group: Group) -> None:
     _alike(_of(_normalized()), group, (4, 4, 3))
 
 
+class Remembering(nn.Module):
+    """Blocks hand on an object that counts them."""
+
+    class Counts:
+        calls = 0
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, counts: Remembering.Counts) -> Tensor:
+            counts.calls += 1
+            return torch.tanh(self.layer(x) * counts.calls)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(self.Block() for _ in range(2)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = self.Counts()
+        for block in self.blocks:
+            x = block(x, counts)
+        out: Tensor = self.head(x)
+        return out
+
+
+class Caching(Remembering):
+    """They find there what they have made, as decoders with a cache: the same, but nothing that backward needs."""
+
+    class Block(Remembering.Block):
+        def forward(self, x: Tensor, counts: Any) -> Tensor:
+            if self not in vars(counts):
+                vars(counts)[self] = self.layer(x)
+            return torch.tanh(vars(counts)[self])
+
+
 def _refuses(group: Group) -> None:
     for job, place in (
         (_of(Bypassing), "'blocks.0.layer.weight' is used outside of 'blocks.0'"),
@@ -834,6 +871,10 @@ def _refuses(group: Group) -> None:
             _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
     _alike(_of(Twofold), group, (4, 4, 3))
     _alike(_of(Lending), group, (4, 4, 3))
+    for model, words in ((Remembering, "Block does"), (Caching, "a unit does")):
+        job = _of(model)
+        with pytest.raises(UsageError, match=f"{words} not compute the same a second time"):
+            _island(job, group, checkpoint_activations=True).compute(island_jobs.batches(job, (4, 4)), (4, 4))
     job = _of(Between)
     with pytest.raises(UsageError, match=r"'blocks\.0' runs more than once"):
         _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))

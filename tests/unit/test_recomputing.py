@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,3 +85,90 @@ def test_a_dictionary_that_the_module_takes_from_is_given_once_more() -> None:
         assert x.grad is not None
         gradients.append(x.grad)
     assert torch.equal(*gradients)
+
+
+class Scaled(nn.Module):
+    """By what ``taken`` takes of what it is given."""
+
+    scale = 1.0
+
+    def __init__(self, taken: Callable[[Any], float | Tensor]) -> None:
+        super().__init__()
+        self.layer, self._taken = nn.Linear(4, 4), taken
+
+    def forward(self, x: Tensor, given: Any) -> tuple[Tensor, list[Tensor]]:
+        return x, [torch.tanh(self.layer(x)) * self._taken(given) * self.scale]
+
+
+class Kept(list[float]):
+    """torch does not look into one."""
+
+
+def _appended(kept: Kept) -> int:
+    kept.append(1.0)
+    return len(kept)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        (iter([1.0, 2.0, 3.0]), next),
+        (Kept(), _appended),
+        (torch.Generator().manual_seed(1), lambda generator: torch.rand((), generator=generator)),
+    ],
+)
+def test_a_module_that_gives_something_else_the_second_time_is_refused(given: Any, taken: Any) -> None:
+    """Backward would be another function's."""
+    module = Scaled(taken)
+    _, [out] = checkpointed(module, module.forward, torch.randn(3, 4), given)
+    with pytest.raises(UsageError, match=r"^Scaled does not compute the same a second time.*use_cache=False"):
+        out.sum().backward()
+
+
+def test_a_module_whose_attribute_is_set_anew_before_its_second_pass_is_refused() -> None:
+    module = Scaled(float)
+    _, [out] = checkpointed(module, module.forward, torch.randn(3, 4), 2.0)
+    module.scale = 3.0
+    with pytest.raises(UsageError, match="or the step has set an attribute"):
+        out.sum().backward()
+
+
+def test_a_module_that_keeps_more_the_second_time_is_refused() -> None:
+    """As one of which the step has frozen a part while it ran forward."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    module[2].requires_grad_(False)
+    out = checkpointed(module, module.forward, torch.randn(3, 4))
+    module[2].requires_grad_(True)
+    with pytest.raises(UsageError, match="Sequential does not compute the same a second time"):
+        out.sum().backward()
+
+
+def test_outputs_that_lie_otherwise_or_are_no_plain_tensors_are_compared_as_far_as_they_are() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            out = torch.tanh(self.layer(x))
+            waves = torch.fft.fft(out).conj()
+            rest = (out.new_empty(0, 3), None, "word", out > 0)
+            return {"t": out.t()[1:], "wide": out.sum().expand(3, 5), "waves": waves, "rest": rest,
+                    "sparse": out.to_sparse(), "whole": torch.arange(3), "half": out.bfloat16()[:, ::2]}  # fmt: skip
+
+    module = Odd()
+    out = checkpointed(module, module.forward, torch.randn(3, 4))
+    (out["t"].sum() + out["waves"].real.sum() + out["wide"].sum() + out["half"].float().sum()).backward()
+    assert module.layer.weight.grad is not None
+
+
+def test_a_pass_without_gradients_is_made_once() -> None:
+    calls = list[int]()
+
+    def forward(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x
+
+    with torch.no_grad():
+        checkpointed(nn.Linear(4, 4), forward, torch.randn(3, 4))
+    assert calls == [1]

@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
 
 from w5xde_async.compute.batch import copied, map_tensors, microbatches
 from w5xde_async.compute.batch import leaves_of as batches_of
@@ -55,7 +56,7 @@ from w5xde_async.compute.fixed import FixedParameters, Held, frozen_again, renor
 from w5xde_async.errors import UsageError, W5xdeError
 from w5xde_async.parallel.engine import EmitPieces, LoneLeafError
 from w5xde_async.parallel.group import Group
-from w5xde_async.parallel.recomputing import checkpointed
+from w5xde_async.parallel.recomputing import DIFFERS, checkpointed
 from w5xde_async.parallel.replica import Replica, carry_hooks, coalesced, made_dense
 from w5xde_async.parallel.report import Report, exchange, only, outcome_of, raise_failure
 from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool
@@ -124,7 +125,8 @@ class FsdpEngine:
         ]  # fmt: skip
         changing = renormed(source.model)
         kept = {index for index, tensor in enumerate(self._state) if id(tensor) not in changing}
-        self._shard_model(source, entry_of, checkpoint_activations)
+        self._checkpoints = checkpoint_activations
+        self._shard_model(source, entry_of)
         self._fixed = self._fixed_of(source.model, kept)
         self._shards = [self._shard_of(rank) for rank in range(group.size)]
         self.shard = self._shards[group.rank]
@@ -338,6 +340,8 @@ class FsdpEngine:
             raise self._lost
         if is_interrupt(error) or isinstance(error, UsageError):
             raise error
+        if self._checkpoints and isinstance(error, CheckpointError):
+            raise UsageError(DIFFERS.format("a unit")) from error
         if "storage of size 0" in str(error):
             raise UsageError(
                 "backward needs parameters that were given up. Either the step writes in place into a view that a unit "
@@ -460,7 +464,7 @@ class FsdpEngine:
 
     # -- building ------------------------------------------------------------------------------------------
 
-    def _shard_model(self, source: Replica, entry_of: dict[int, int], checkpointing: bool) -> None:
+    def _shard_model(self, source: Replica, entry_of: dict[int, int]) -> None:
         group = self._group
         mesh = init_device_mesh(self.device.type, (group.size,))
         made: dict[int, nn.Parameter] = {}
@@ -486,7 +490,7 @@ class FsdpEngine:
             _put(unit.module, made)
             made.clear()
             unit.plan([(entry_of[id(parameter)], parameter) for parameter in _managed(unit.module, self.small_ids)])
-            if checkpointing and unit.module is not self._whole:
+            if self._checkpoints and unit.module is not self._whole:
                 unit.module.forward = partial(checkpointed, unit.module, unit.module.forward)
             fully_shard(unit.module, mesh=mesh, ignored_params=ignored)
             module: FSDPModule = cast(Any, unit.module)
