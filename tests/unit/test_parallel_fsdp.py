@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.engine import LeafError
-from w5xde_async.errors import UsageError
+from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job, build_model
 from w5xde_async.parallel.engine import LoneLeafError
 from w5xde_async.parallel.fsdp import FsdpEngine
@@ -807,6 +808,8 @@ def _cannot_be_built(group: Group) -> None:
         _island(_of(_channels_last), group)
     with pytest.raises(UsageError, match=r"buffer '0.*_u' is computed from parameters.*Job\(model=make\(\)\)"):
         _island(_of(_normalized), group)
+    with pytest.raises(UsageError, match=r"'0' is compiled by torch\.jit"):
+        _island(_of(_scripted), group)
     _alike(_of(_normalized()), group, (4, 4, 3))
 
 
@@ -847,6 +850,22 @@ class Caching(Remembering):
             return torch.tanh(vars(counts)[self])
 
 
+def _salient(model: nn.Module, batch: Any) -> Tensor:
+    """Gradients of the input, before the loss."""
+    x, y = batch
+    out = model(x.requires_grad_())
+    (found,) = torch.autograd.grad(out.logsumexp(-1).sum(), x, retain_graph=True)
+    return F.cross_entropy(out, y) + (out * found.mean()).mean()
+
+
+def _copying(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(copy.deepcopy(model)(batch[0]) + model(batch[0]), batch[1])
+
+
+def _scripted() -> nn.Module:
+    return nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 3))
+
+
 def _refuses(group: Group) -> None:
     for job, place in (
         (_of(Bypassing), "'blocks.0.layer.weight' is used outside of 'blocks.0'"),
@@ -863,6 +882,8 @@ def _refuses(group: Group) -> None:
         with pytest.raises(UsageError, match=words):
             _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
     for job, words in (
+        (island_jobs.mlp(loss=None, step=_salient), r"runs backward itself \(torch.autograd.grad"),
+        (island_jobs.mlp(loss=None, step=_copying), r"copies the model \(copy.deepcopy\)"),
         (_of(Boxing), r"'blocks\.0' returns its parameter 'blocks\.0\.table', .*in an object \(Result\).*clone"),
         (replace(_of(Lending), precision="bf16"), r"'blocks\.0' returns its parameter 'blocks\.0\.table', .*cast"),
         (replace(_of(Twofold), precision="bf16"), r"gradient of 'blocks\.1\.weight' came after .*'blocks\.1'.*no_grad"),
@@ -945,6 +966,44 @@ def test_what_a_constructor_draws_has_the_values_of_other_workers() -> None:
     assert torch.equal(replica.frequencies, made.frequencies)
     assert torch.equal(replica.order, made.order)
     assert all(parameter.is_meta for parameter in replica.parameters())
+
+
+class DryRun(nn.Module):
+    """Finds a width by computing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(self.body(torch.zeros(1, 8)).shape[1], 3)
+
+
+def _lazy() -> nn.Module:
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 3))
+    model(torch.zeros(2, 8))
+    return model
+
+
+def _orthogonal() -> nn.Module:
+    """Which goes on where what it needs is not implemented."""
+    return nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)))
+
+
+@pytest.mark.parametrize("make", [DryRun, _lazy, _orthogonal])
+def test_a_function_that_computes_with_parameters_is_refused_by_name(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(
+        JobError, match=r"computes with parameters.*give the job the model itself, Job\(model=make\(\)\)"
+    ):
+        replica_of(_of(make), BUCKET)
+    layout = replica_of(_of(make()), BUCKET).layout
+    assert layout.fingerprint == Layout.of(make(), bucket_bytes=BUCKET).fingerprint
+
+
+def test_a_function_that_fails_otherwise_is_told_of_as_everywhere() -> None:
+    def make() -> nn.Module:
+        raise RuntimeError("no metadata here")
+
+    with pytest.raises(JobError, match="the function raised RuntimeError: no metadata here"):
+        replica_of(_of(make), BUCKET)
 
 
 def test_a_module_given_as_such_is_left_alone() -> None:

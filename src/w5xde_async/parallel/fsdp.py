@@ -342,6 +342,11 @@ class FsdpEngine:
             raise error
         if self._checkpoints and isinstance(error, CheckpointError):
             raise UsageError(DIFFERS.format("a unit")) from error
+        if "FSDP does not support deepcopy" in str(error):
+            raise UsageError(
+                "the step copies the model (copy.deepcopy), or a unit of it, which fsdp islands have in parts: make "
+                "the copy in the model's constructor, or use dp"
+            ) from error
         if "storage of size 0" in str(error):
             raise UsageError(
                 "backward needs parameters that were given up. Either the step writes in place into a view that a unit "
@@ -490,6 +495,11 @@ class FsdpEngine:
             _put(unit.module, made)
             made.clear()
             unit.plan([(entry_of[id(parameter)], parameter) for parameter in _managed(unit.module, self.small_ids)])
+            if isinstance(unit.module, torch.jit.ScriptModule):
+                raise UsageError(
+                    f"{unit.name!r} is compiled by torch.jit, and fsdp islands gather parameters in hooks, which such "
+                    "a module does not call: leave torch.jit out, or use dp or tp"
+                )
             if self._checkpoints and unit.module is not self._whole:
                 unit.module.forward = partial(checkpointed, unit.module, unit.module.forward)
             fully_shard(unit.module, mesh=mesh, ignored_params=ignored)
@@ -561,6 +571,12 @@ class FsdpEngine:
     def _backward(self, unit: _Unit, held: Any, gather: Callable[..., None], *prefetch: Any) -> None:
         """Backward has come to what a unit returned, once for each tensor: it has left those that it was in, but for
         the units around this one, and in it."""
+        if not self._is_backward:
+            raise UsageError(
+                "the step runs backward itself (torch.autograd.grad, or backward()) before its loss's own, and fsdp "
+                f"islands take each unit ({unit.name!r}) through backward once, for plain gradients and not for "
+                "gradients of gradients (create_graph=True): use dp, or tp for plain ones"
+            )
         chain = self._in_backward
         while chain and held not in chain and not (held in self._inside[chain[-1]] or chain[-1] in self._inside[held]):
             if self._came.get(held, 0) > self._came.get(chain[-1], 0):  # it returned what it was given

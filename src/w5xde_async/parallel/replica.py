@@ -7,6 +7,7 @@ are runs of its atoms; parameters that several of them use, and those that none 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,8 +73,15 @@ def replica_of(job: Job, bucket_bytes: int) -> Replica:
         meta = {id(parameter): _on_meta(parameter) for parameter in job.model.parameters()}
         model = copied_model(job.model, meta).train()
     else:
-        with _parameters_on_meta(), _drawing():
-            model = build_model(job)
+        with _parameters_on_meta(), _drawing() as drawing:
+            try:
+                model = build_model(job)
+            except JobError as error:
+                if drawing.lacking or re.search(r"\bmeta\b", str(error.__cause__)):
+                    raise _without_values(str(error.__cause__).partition("\n")[0]) from error
+                raise
+        if drawing.lacking:
+            raise _without_values(drawing.lacking[0])
     persistent = {id(tensor) for _, tensor, _ in named_state(model)}
     for name, buffer in model.named_buffers():
         if buffer.is_meta and id(buffer) not in persistent:
@@ -86,6 +94,15 @@ def replica_of(job: Job, bucket_bytes: int) -> Replica:
         model=model, layout=layout, tensors=list(state_of(model, layout)), step=step_function(job),
         units=units_of(model), named=model,
     )  # fmt: skip
+
+
+def _without_values(said: str) -> JobError:
+    return JobError(
+        "model",
+        "its function computes with parameters, as a pass to find a layer's width does, or a parametrization; they "
+        f"have no values where islands divide a model while it is built ({said[:200]})",
+        "give the job the model itself, Job(model=make())",
+    )
 
 
 def replica_of_program(atoms: Atoms, device: torch.device, precision: str, *, unit_bytes: int = 0) -> Replica:
@@ -263,24 +280,34 @@ def _on_meta(parameter: Tensor) -> nn.Parameter:
 
 
 @contextmanager
-def _drawing() -> Iterator[None]:
+def _drawing() -> Iterator[_Drawing]:
     """What has no memory draws its random numbers all the same, into memory that is given back at once: whatever the
     constructor draws after it has the values that it has in every other worker.
 
     Where the job's own code builds on the meta device, other workers draw nothing either.
     """
-    with _InitDrawing(), cast(Any, _Drawing)():
-        yield
+    with _InitDrawing(), cast(Any, _Drawing)() as drawing:
+        yield drawing
 
 
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """``lacking``: what needs values, and was asked of what has none. Whoever asked may have gone on without it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lacking: list[str] = []
+
     def __torch_dispatch__(self, operator: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in operator.tags and tree_any(_is_without_memory, (args, kwargs)):
             if not _within_meta():
                 given, named = tree_map(_in_memory, (args, kwargs))
                 operator(*given, **named)
-        return operator(*args, **kwargs)
+        try:
+            return operator(*args, **kwargs)
+        except NotImplementedError as error:
+            self.lacking.append(str(error).partition("\n")[0])
+            raise
 
 
 class _InitDrawing(TorchFunctionMode):
