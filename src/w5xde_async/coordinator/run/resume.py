@@ -325,19 +325,17 @@ def _restore(
         raise CheckpointMismatch(
             where, f"its checkpoint was not written by this version ({error!r}); {fresh}"
         ) from None
-    difference = spec.layout.first_difference(theirs)
-    if directory.model_path.is_file() and would_begin_with(spec.layout, theirs):
-        fresh += f"; a run in another --run-dir begins with its weights by --init-from {directory.model_path}"
-    if difference:
-        raise CheckpointMismatch(
-            where, f"its checkpoint is of another model ({difference}; there: the checkpoint); {fresh}"
+    difference, ours = spec.layout.first_difference(theirs), _identity(spec, strategy)
+    changed = next((name for name, value in ours.items() if identity.get(name) != value), "")
+    if difference or changed:
+        other = (
+            f"{changed} was {identity.get(changed)!r} when its checkpoint was written and is {ours.get(changed)!r} now"
         )
-    for name, value in _identity(spec, strategy).items():
-        if identity.get(name) != value:
-            raise CheckpointMismatch(
-                where,
-                f"{name} was {identity.get(name)!r} when its checkpoint was written and is {value!r} now; {fresh}",
-            )
+        if difference:
+            other = f"its checkpoint is of another model ({difference}; there: the checkpoint)"
+        begins = f"; a run in another --run-dir begins with its weights by --init-from {directory.model_path}"
+        would = directory.model_path.is_file() and would_begin_with(spec.layout, theirs)
+        raise CheckpointMismatch(where, f"{other}; {fresh}{begins if would else ''}")
     stepped = _stepped(spec, strategy)
     their_groups: Any = record.meta.get("stepped", stepped)  # older ones lack it
     for group, (now, then) in enumerate(zip_longest(stepped, their_groups)):
