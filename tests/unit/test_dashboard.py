@@ -12,17 +12,15 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from tests.support.events import FINISHED, STARTED, committed, joined, left, reported, run_reported
 
 from w5xde_async.net.tls import own_certificate, server_context
 from w5xde_async.telemetry.dashboard import server
-from w5xde_async.telemetry.dashboard.connections import Accepted, Idle
+from w5xde_async.telemetry.dashboard.connections import Idle
 from w5xde_async.telemetry.dashboard.feed import Feed, sse
 from w5xde_async.telemetry.dashboard.server import Dashboard
 from w5xde_async.telemetry.dashboard.view import SERIES, LogHandler, View, recorded
@@ -722,15 +720,6 @@ async def test_connections_that_want_nothing_keep_nobody_out(token: str, asked: 
         assert dashboard.feed.num_viewers == 1  # it has something under way
         for _, writer in (*idle, (reader, viewer)):
             writer.transport.abort()
-
-
-def test_a_host_with_many_addresses_loses_its_own_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("w5xde_async.telemetry.dashboard.connections.MOST_IDLE", 4)
-    idle, ended = Idle(), list[str]()
-    for host in ("10.0.0.1", "10.0.0.1", "2001:db8::1", "2001:db8::2", "2001:db8::3"):
-        handshake: Any = SimpleNamespace(cancel=partial(ended.append, host))
-        idle.add(Accepted(cast(Any, None), host, handshake))
-    assert ended == ["2001:db8::1"]
 
 
 def test_of_few_descriptors_the_run_keeps_most() -> None:

@@ -14,9 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
@@ -482,29 +480,6 @@ async def test_links_that_are_let_in_take_no_strangers_place(
         await beat(link)
     assert listener.num_links == 44
     await asyncio.gather(listener.aclose(), *(link.aclose() for link in (*links, *strangers)))
-
-
-def _told(ends: dict[str, Any], real: Callable[..., Any], name: str, default: Any = None) -> Any:
-    return ends.get(name) or real(name, default)
-
-
-async def test_a_host_with_many_addresses_has_the_places_of_one() -> None:
-    listener = await listen("127.0.0.1", 0, echo, max_of_address=2)
-    links, serving = list[Link](), list[asyncio.Task[None]]()
-    for number in range(3):
-        ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=theirs)
-        ends = {"peername": (f"2001:db8::{number}", 9, 0, 0), "sockname": ("2001:db8:1::1", 5555, 0, 0)}
-        writer.get_extra_info = partial(_told, ends, writer.get_extra_info)  # type: ignore[method-assign]
-        serving.append(asyncio.create_task(listener.serve(reader, writer)))
-        links.append(Link(*await asyncio.open_connection(sock=ours)))
-        if number < 2:
-            await beat(links[-1])
-    with pytest.raises(LinkLost):
-        await links[0].recv()
-    for link in links[1:]:
-        await beat(link)
-    await asyncio.gather(listener.aclose(), *serving, *(link.aclose() for link in links))
 
 
 @pytest.mark.parametrize(("descriptors", "links"), [(46, 3), (41, 1), (12, 1), (1024, 5)])

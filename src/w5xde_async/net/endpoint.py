@@ -37,7 +37,6 @@ from w5xde_async.net.strangers import Strangers
 from w5xde_async.net.stream import Channel, ended_by
 from w5xde_async.net.transport import TransportChannel
 from w5xde_async.net.tuning import tune, tune_listener
-from w5xde_async.plan.origins import origin_of
 
 DEFAULT_PORT, DASHBOARD_PORT = 5555, 5556
 #: A TLS handshake that takes longer is dropped.
@@ -333,7 +332,7 @@ class Listener:
         """
         link = Link(reader, writer)
         address = writer.get_extra_info("peername")
-        host = origin_of(address[0]) if isinstance(address, tuple) else ""
+        host = address[0] if isinstance(address, tuple) else ""
         has_room = False
         try:
             has_room = not self._stopped and await self._has_room(host, link.peer)
@@ -387,14 +386,14 @@ class Listener:
                 await asyncio.sleep(EXHAUSTED_S)
                 continue
             paused, failed = False, 0
-            peer, host, has_room = format_address(*address[:2]), origin_of(address[0]), False
+            peer, has_room = format_address(*address[:2]), False
             try:
-                has_room = await self._has_room(host, peer)
+                has_room = await self._has_room(address[0], peer)
             finally:
                 if not has_room:
                     sock.close()
             if has_room:
-                accepted = _Accepted(host, sock)
+                accepted = _Accepted(address[0], sock)
                 self._begin(accepted, self._serve_socket(sock, peer, accepted), peer)
 
     async def _has_room(self, host: str, peer: str) -> bool:

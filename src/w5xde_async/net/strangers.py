@@ -13,7 +13,7 @@ _SAYS_WITHIN_S = 1.0
 
 
 class Stranger(Protocol):
-    """A connection. Compared by identity; ``host`` is whose it is taken for (``plan.origins``)."""
+    """A connection. Compared by identity."""
 
     host: str
 

@@ -31,7 +31,6 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.plan.leases import Grant
 from w5xde_async.plan.membership import Member, Membership, Standing
 from w5xde_async.plan.numerics import RunNumerics, fits, is_known, refusal
-from w5xde_async.plan.origins import origin_of
 from w5xde_async.segments import Segment, Unshared
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import Bus, Warned, WorkerJoined, WorkerLeft, WorkerQuarantined
@@ -85,10 +84,6 @@ def _is_address(host: str) -> bool:
         return not ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:
         return False
-
-
-def _home(session: Session) -> tuple[str, str]:
-    return origin_of(session.place[0].strip("[]")), session.identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +144,7 @@ class Roster:
         self._lost: dict[
             str, float
         ] = {}  # workers whose link ended without their goodbye -> until when they may return
-        #: ``_home`` -> how often its workers came and went without a result, less what time has
+        #: (name or host, identity) -> how often its workers came and went without a result, less what time has
         #: forgiven, and when that was so. Each is a line of the log and two records.
         self._vain: dict[tuple[str, str], tuple[float, float]] = {}
         self._starting: deque[float] = deque(maxlen=_MOST_LOST)  # until when ranks may come that have met
@@ -600,12 +595,12 @@ class Roster:
         return max(_MOST_VAIN, 4 * self._config.max_workers)  # all may be cut off and come back, again and again
 
     def _vain_of(self, session: Session) -> float:
-        number, at = self._vain.get(_home(session), (0.0, 0.0))
+        number, at = self._vain.get((session.place[0], session.identity), (0.0, 0.0))
         return max(number - (self._clock() - at) * self._most_vain / _VAIN_S, 0.0)
 
     def _note_vain(self, session: Session) -> None:
         """Its worker has come and gone without a result."""
-        home, number = _home(session), min(self._vain_of(session) + 1.0, self._most_vain)
+        home, number = (session.place[0], session.identity), min(self._vain_of(session) + 1.0, self._most_vain)
         self._vain.pop(home, None)
         self._vain[home] = number, self._clock()
         if len(self._vain) > _MOST_VAIN_HOMES:

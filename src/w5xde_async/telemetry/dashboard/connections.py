@@ -16,8 +16,6 @@ from typing import Any, Protocol, cast
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from w5xde_async.plan.origins import origin_of
-
 MOST_IDLE = 512
 
 # uvicorn warns of every request that is none, which anybody may send without a token: those lines would have no end.
@@ -36,7 +34,7 @@ def at_most(number: int, part: int) -> int:
 
 
 class Closable(Protocol):
-    """What may have to make room. ``host``: whose it is taken for (``plan.origins``)."""
+    """What may have to make room. ``host``: the peer's address, without its port."""
 
     host: str
 
@@ -74,10 +72,10 @@ class Idle:
 
 
 class Accepted:
-    """A socket from ``host`` that is no ``Connection`` yet, since its handshake is under way."""
+    """A socket that is no ``Connection`` yet, since its handshake is under way."""
 
     def __init__(self, sock: socket.socket, host: str, handshake: asyncio.Task[None]) -> None:
-        self._sock, self.host, self._handshake = sock, origin_of(host), handshake
+        self._sock, self.host, self._handshake = sock, host, handshake
 
     def abort(self) -> None:
         self._handshake.cancel()
@@ -99,7 +97,7 @@ class State(ServerState):
 class Connection(H11Protocol):
     """One connection; its server's state is a ``State``."""
 
-    host = ""  #: whose it is taken for
+    host = ""  #: the peer's address, without its port
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As uvicorn makes it."""
@@ -119,7 +117,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override, unused-ignore]
         super().connection_made(transport)
         peer: Any = transport.get_extra_info("peername")
-        self.host = origin_of(str(peer[0])) if isinstance(peer, tuple) else ""
+        self.host = str(peer[0]) if isinstance(peer, tuple) else ""
         self._idle.add(self)
 
     def abort(self) -> None:
