@@ -231,6 +231,7 @@ def blocking_calls_fail() -> Iterator[None]:
         ("threading.Lock.acquire", "concurrent/futures/thread.py", "submit"),  # held for microseconds
         ("threading.Lock.acquire", "threading.py", "start"),
         ("threading.Lock.acquire", "asyncio/runners.py", "close"),  # uvloop joins a thread that has said it ends
+        ("threading.Lock.acquire", "w5xde_async/telemetry/writer.py", "write"),  # a moment, and no second one in vain
         ("os.getcwd", "w5xde_async/telemetry/wording.py", "started_in"),  # it asks no disk
         ("os.getcwd", "w5xde_async/coordinator/service.py", "__init__"),
     ):

@@ -685,8 +685,10 @@ def say(text: str) -> bool:
 
 
 def note(text: str) -> None:
-    """A line for whoever waits, on standard error: nothing depends on whether it can be written."""
-    _write(sys.stderr, f"{text}\n", last=True)
+    """A line for whoever waits, on standard error: nothing depends on whether it can be written, or is read."""
+    from w5xde_async.telemetry.writer import writer_for
+
+    writer_for(sys.stderr).write(text)
 
 
 def _complain(prog: str, text: str, code: int | None, as_json: bool) -> None:

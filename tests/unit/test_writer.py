@@ -105,7 +105,7 @@ def test_the_end_waits_for_who_does_not_read_once_in_all() -> None:
     stream = Stream(patience_s=0.01)
     stream.stall()
     assert not stream.writer.flush()
-    assert stream.writer._patience_s <= 0
+    assert stream.writer._patience_s == 0
     stream.file.reads.set()
     while not stream.writer.flush():
         pass
@@ -151,6 +151,27 @@ def test_who_reads_no_more_costs_nothing(pipe: tuple[int, io.TextIOWrapper]) -> 
     stream.close()
     writer.write("lost")
     assert writer.flush()
+
+
+def test_a_line_has_left_before_its_writer_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the process's last, and what is printed next is to come after it."""
+    monkeypatch.setattr("w5xde_async.telemetry.writer._MOMENT_S", 10.0)
+    stream = Stream()
+    for number in range(20):
+        stream.writer.write(f"line {number}")
+        assert stream.file.took.endswith(b"line %d\n" % number)
+
+
+def test_whoever_does_not_read_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("w5xde_async.telemetry.writer._MOMENT_S", 0.0)
+    stream = Stream()
+    stream.stall()
+    monkeypatch.setattr("w5xde_async.telemetry.writer._MOMENT_S", 1000.0)
+    stream.writer.write("second")
+    stream.file.reads.set()
+    assert stream.lines() == ["first", "second"]
+    stream.writer.write("third")  # waited for again
+    assert stream.file.took.endswith(b"third\n")
 
 
 def test_of_paintings_that_wait_the_last_is_made() -> None:
@@ -222,8 +243,38 @@ def test_who_keeps_what_is_printed_gets_it() -> None:
     """As experiment trackers do with standard error."""
     stream, kept = Stream().text, list[str]()
     stream.write = kept.append  # type: ignore[method-assign]
-    Writer(stream).write("here")
+    writer = Writer(stream)
+    writer.write("here")
     assert kept == ["here\n"]
+    del stream.write  # type: ignore[method-assign]
+    writer.write("there")
+    assert writer.flush()
+    stream.write = kept.append  # type: ignore[method-assign]
+    writer.write("here again")
+    assert kept == ["here\n", "here again\n"]
+
+
+def test_a_stream_of_somebodys_own_that_fails_raises_nothing() -> None:
+    class Own(io.StringIO):
+        encoding = "binary"
+
+    writer = Writer(Own())
+    writer.write("lost")
+
+    class Failing(io.StringIO):
+        fails = True
+
+        def write(self, text: str) -> int:
+            if self.fails:
+                raise RuntimeError("mine")
+            return super().write(text)
+
+    failing = Failing()
+    writer = Writer(failing)
+    writer.write("lost")
+    failing.fails = False
+    writer.write("heard")
+    assert failing.getvalue() == "1 line left out: standard error could not be written (mine)\nheard\n"
 
 
 def test_a_stream_has_one_writer() -> None:

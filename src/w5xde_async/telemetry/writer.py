@@ -2,9 +2,11 @@
 
 A terminal that is paused, a pager and a log collector that stalls let a write stand for as long as they like. So lines
 and paintings of bars go through one bounded queue to one thread for each stream, past Python's own buffer, whose lock
-it would hold meanwhile. What the queue cannot take, and what the stream has refused (a full disk), is left out, counted
-and told of as soon as there is room again. The thread ends when it has nothing to do. A stream that is no file's (a
-notebook's, one in memory) is written at once, by the caller.
+it would hold meanwhile. Whoever writes a line waits a moment for it to leave, as long as that goes well: it may be the
+last that the process says, and what is printed next comes after it. What the queue cannot take, and what the stream has
+refused (a full disk), is left out, counted and told of as soon as there is room again. The thread ends when it has
+nothing to do. A stream that is no file's (a notebook's, one in memory), or before which somebody has put a ``write`` of
+his own, is written by the caller.
 
 Who ends a process calls ``flush``, which waits for the rest, but not for ever; Python's own end does. A process that
 was forked from one that writes does so after each line: it may end at any time, without a word.
@@ -27,6 +29,7 @@ from w5xde_async.telemetry.wording import plural
 _ASCII = str.maketrans({"·": "|", "…": "...", "µ": "u", "\N{REPLACEMENT CHARACTER}": "?"})
 _CAPACITY = 4 << 20  # characters
 _IDLE_S = 1.0  # after which the thread ends
+_MOMENT_S = 0.01  # that a line is waited for, until one has not left in time
 _PATIENCE_S = 2.0  # with whoever does not read, when a process ends
 _LOOK_S = 1.0  # at most, between two looks whether there is room
 _NOT_READ = "standard error was not read"
@@ -58,7 +61,6 @@ class Writer:
         self.left_out = left_out
         self._capacity = capacity
         self._most_s = self._patience_s = patience_s
-        self._raw = _raw(stream)
         self._why = ""  # lines were refused
         self._torn = False  # what has been written ends within a line
         self._forked = False
@@ -73,12 +75,15 @@ class Writer:
         self._size = 0  # of the items
         self._too_many = 0  # lines that the queue could not take
         self._refused = 0  # lines that the stream could not
-        self._writing = self._rests = False
+        self._writing = self._rests = self._stalls = False
         self._thread: threading.Thread | None = None
 
     def write(self, text: str) -> None:
         """A line, or several, above the bars."""
         self._put(text, len(text) + 1)
+        with self._changed:
+            if not self._stalls and threading.current_thread() is not self._thread:
+                self._stalls = not self._changed.wait_for(self._has_written, _MOMENT_S)
 
     def call(self, change: Callable[[], None]) -> None:
         """Have the bars changed, in its turn; that may write to the ``canvas``. It is never left out."""
@@ -93,18 +98,21 @@ class Writer:
     def flush(self) -> bool:
         """Wait until all is written, and whether it is. Blocking, for ``patience_s`` at most in all, until somebody
         reads again."""
-        began = time.monotonic()
         with self._changed:
-            done = self._changed.wait_for(lambda: not (self._writing or self._items), max(self._patience_s, 0.0))
-            if not done:
-                self._patience_s -= time.monotonic() - began
-            elif self._thread is not None:  # it has nothing to stay for
+            done = self._changed.wait_for(self._has_written, self._patience_s)
+            self._patience_s = self._most_s if done else 0.0
+            if done and self._thread is not None:  # it has nothing to stay for
                 self._rests = True
                 self._changed.notify_all()
         return done
 
+    def _has_written(self) -> bool:
+        return not (self._writing or self._items)
+
     def _put(self, item: str | Callable[[], None], size: int) -> None:
-        if self._raw is None:
+        if _raw(self.stream) is None:
+            if not self._has_written():  # before somebody came between
+                self.flush()
             self._write([item])
             return
         with self._changed:
@@ -121,12 +129,13 @@ class Writer:
             self.flush()
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._work, name="w5xde-writer", daemon=True)
+        thread = threading.Thread(target=self._work, name="w5xde-writer", daemon=True)
         try:
-            self._thread.start()
+            thread.start()
         except RuntimeError:  # there can be no more of them, or Python ends
-            self._thread = None
             self._write(*self._taken())
+        else:
+            self._thread = thread
 
     def _taken(self) -> tuple[list[str | Callable[[], None]], int]:
         taken = self._items, self._too_many
@@ -137,6 +146,7 @@ class Writer:
         while True:
             with self._changed:
                 self._writing = False
+                self._stalls = self._stalls and bool(self._items)
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._items or self._rests, _IDLE_S)
                 self._rests = False
@@ -164,9 +174,11 @@ class Writer:
             items = [*items, said]
         with self._writes:
             text = self._composed(items)
-            rest = self._out(f"\n{text}" if self._torn else text)[-len(text) :] if text else ""
+            if not text:
+                return
+            rest = self._out(f"\n{text}" if self._torn else text)[-len(text) :]
         if not rest:
-            self._torn, self._patience_s = False, self._most_s
+            self._torn = False
             return
         lost = rest.count("\n") + sum(count - 1 for said, count in told.items() if said in rest)
         with self._changed:
@@ -202,22 +214,23 @@ class Writer:
 
     def _out(self, text: str) -> str:
         """Write it. Returns what of it could not be written."""
-        text = self.encodable(text)
+        raw = _raw(self.stream)
         try:
-            if self._raw is None:
+            text = self.encodable(text)
+            if raw is None:
                 self.stream.write(text)
                 self.stream.flush()
                 return ""
             data = text.replace("\n", os.linesep).encode(self.encoding, "backslashreplace")
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever somebody has put there
             self._why = _reason(error)
             return text
         left = memoryview(data)
         try:
             while left:
-                written = self._raw.write(left)
+                written = raw.write(left)
                 if written is None:  # somebody has made it non-blocking
-                    self._wait_for_room()
+                    _wait_for_room(raw)
                 else:
                     left = left[written:]
         except (OSError, ValueError) as error:
@@ -225,15 +238,6 @@ class Writer:
             if len(left) < len(data):
                 self._torn = data[len(data) - len(left) - 1] != ord("\n")
         return bytes(left).decode(self.encoding, "replace")
-
-    def _wait_for_room(self) -> None:
-        assert self._raw is not None
-        if hasattr(select, "poll"):
-            room = select.poll()
-            room.register(self._raw.fileno(), select.POLLOUT)
-            room.poll(1000 * _LOOK_S)
-        else:
-            time.sleep(0.05)
 
 
 class Canvas:
@@ -262,7 +266,16 @@ class Canvas:
         return id(self)
 
 
-def _reason(error: OSError | ValueError) -> str:
+def _wait_for_room(raw: io.RawIOBase) -> None:
+    if hasattr(select, "poll"):
+        room = select.poll()
+        room.register(raw.fileno(), select.POLLOUT)
+        room.poll(1000 * _LOOK_S)
+    else:
+        time.sleep(0.05)
+
+
+def _reason(error: Exception) -> str:
     reason = error.strerror if isinstance(error, OSError) else None
     return f"standard error could not be written ({reason or error})"
 

@@ -24,7 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _work(arguments: Sequence[str] | None) -> int:
-    from w5xde_async.facade.guava.config import DistributedConfig
+    from w5xde_async.facade.calling import NodeLines
+    from w5xde_async.facade.guava.config import WORDS, DistributedConfig
     from w5xde_async.facade.guava.workers import network_worker
 
     told = ""
@@ -34,17 +35,18 @@ def _work(arguments: Sequence[str] | None) -> int:
             nonlocal told
             again = "; again: ends at once" if reason in (CTRL_C, "SIGTERM") else ""
             if not told:
-                note(f"{reason}: the piece of a batch under way is finished{again}")
                 cancel()
+                note(f"{reason}: the piece of a batch under way is finished{again}")
             told = told or reason
 
         return signals(leave, warns=_WARNINGS)
 
     given = network_worker.parser().parse_args(arguments)
-    worker = network_worker.NetworkWorker(
-        given.gpu_id, DistributedConfig.from_env(), given.master_ip, given.master_port, sandbox=given.sandbox,
-        interface=given.interface,
-    )  # fmt: skip
+    with NodeLines("normal", WORDS).shown():  # what it warns of: Python's own way would wait for whoever reads
+        worker = network_worker.NetworkWorker(
+            given.gpu_id, DistributedConfig.from_env(), given.master_ip, given.master_port, sandbox=given.sandbox,
+            interface=given.interface,
+        )  # fmt: skip
     worker.stopped_by = stopped_by
     try:
         worker.connect_and_train()
