@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.engine import LeafError
-from w5xde_async.compute.footprint import _Held
+from w5xde_async.compute.footprint import _Held, faked
 from w5xde_async.errors import UsageError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.parallel.building import island_engine, run_step
@@ -1068,6 +1068,32 @@ def test_a_layer_whose_weight_is_used_with_other_tensors_beside_its_calls_stays_
     assert set(plan_of(model, 2, lambda part: copy.deepcopy(part)(x))) == {"second"}
     with pytest.raises(UsageError, match=r"no layer of Functional can be split.*that the step calls"):
         plan_of(functional, 2, lambda part: part(x))
+
+
+class OfItsKind(nn.Module):
+    """Takes of the weights of its layers only what they are like; of the last one more than that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.up(x.type_as(self.up.weight)).to(self.down.weight))
+        h = self.down(h).expand_as(self.last.weight).reshape_as(self.last.weight)
+        out: Tensor = self.last(h) + h @ self.last.weight.data.t()
+        return out.mean() * torch.ones_like(self.up.weight).sum()
+
+
+def test_a_layer_of_whose_weight_only_the_dtype_or_the_shape_is_taken_is_split() -> None:
+    with torch.device("meta"):
+        model, x = OfItsKind(), torch.zeros(32, 32, dtype=torch.float64)
+
+    def faked_run(part: nn.Module) -> None:
+        with faked(part) as (copied, _):
+            copied(torch.zeros(32, 32, dtype=torch.float64))
+
+    assert set(plan_of(model, 2, lambda part: part(x))) == {"up", "down"}
+    assert set(plan_of(model, 2, faked_run)) == {"up", "down"}
 
 
 def test_of_a_module_that_the_job_gives_parametrized_layers_stay_whole() -> None:

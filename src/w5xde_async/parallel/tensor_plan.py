@@ -30,6 +30,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from w5xde_async.compute.footprint import faked
@@ -394,7 +395,8 @@ class _Uses(TorchFunctionMode):
     """How parameters of layers, and what is computed from these alone, are used beside the calls of the layers.
 
     A ``DTensor`` goes together with other tensors only where these have one value: with them a penalty of all
-    parameters can be computed, and nothing else.
+    parameters can be computed, and nothing else. What counts is what it sees itself: operators, and not functions that
+    take no more than the dtype or the shape of a tensor (``type_as``).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -404,47 +406,48 @@ class _Uses(TorchFunctionMode):
             for module in model.modules()
             if type(module) in (nn.Linear, nn.Embedding) and (weight := module._parameters.get("weight")) is not None
         }
-        # By a tensor's id; they are kept, so that nobody else gets it.
+        # By a tensor's memory, as ``_memory_of`` names it; they are kept, so that nobody else gets it.
         self._layers: dict[int, tuple[Tensor, set[str]]] = {}  # that have a parameter
         self._own = Counter[int]()  # of parameters: calls that go on of layers that have them
         self._sources: dict[int, tuple[Tensor, frozenset[int]]] = {}  # parameters that it was made from
         self._together = set[frozenset[tuple[frozenset[int], bool]]]()  # of a call: these, and whether it is one value
+        self._operators = _Operators(self._note)
 
     def begins(self, path: str, layer: nn.Module) -> None:
         for parameter in layer._parameters.values():
             if parameter is not None:
-                self._layers.setdefault(id(parameter), (parameter, set()))[1].add(path)
-                self._own[id(parameter)] += 1
+                self._layers.setdefault(key := _memory_of(parameter), (parameter, set()))[1].add(path)
+                self._own[key] += 1
 
     def ends(self, layer: nn.Module) -> None:
-        self._own.subtract(id(parameter) for parameter in layer._parameters.values() if parameter is not None)
+        self._own.subtract(_memory_of(parameter) for parameter in layer._parameters.values() if parameter is not None)
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves((args, kwargs)):
+            if isinstance(one, nn.Parameter):  # its ``data`` is none, and no operator makes that
+                self._of(one)
+        with self._operators:  # here, for whoever runs the model enters modes of his own, which would hide them
+            return func(*args, **(kwargs or {}))
+
+    def _note(self, given: Iterable[Any], result: Any) -> None:
         made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         if not made:
-            return result
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+            return
+        given = [one for one in given if isinstance(one, Tensor)]
         sources = [self._of(one) for one in given]
         if every := frozenset[int]().union(*sources):
             self._together.add(frozenset((of, one.numel() == 1) for of, one in zip(sources, given, strict=True)))
             for one in made:
-                self._sources[id(one)] = one, every
-        return result
+                self._sources[_memory_of(one)] = one, every
 
     def _of(self, tensor: Tensor) -> frozenset[int]:
-        if self._own[key := id(tensor)] > 0:
+        if self._own[key := _memory_of(tensor)] > 0:
             return frozenset()
-        if key in self._sources:
-            return self._sources[key][1]
-        if not isinstance(tensor, nn.Parameter):
-            return frozenset()
-        if key not in self._layers and tuple(tensor.shape) not in self._shapes:
-            return frozenset()
-        self._sources[key] = tensor, frozenset((key,))
-        return self._sources[key][1]
+        if isinstance(tensor, nn.Parameter) and (key in self._layers or tuple(tensor.shape) in self._shapes):
+            self._sources[key] = tensor, frozenset((key,))  # also of a copy, which was made from another
+        return self._sources[key][1] if key in self._sources else frozenset()
 
     def mixed(self, plan: Collection[str]) -> set[str]:
         split = {key for key, (_, paths) in self._layers.items() if not paths.isdisjoint(plan)}
@@ -454,6 +457,27 @@ class _Uses(TorchFunctionMode):
                 used = split.intersection(key for sources, _ in together for key in sources)
                 found |= {path for key in used for path in self._layers[key][1]}
         return found
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells of each operator what it was given, and what it made."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, note: Callable[[Iterable[Any], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_dispatch__(self, operator: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        if torch._C._current_graph_task_id() < 0:  # backward is that of the layers' own calls
+            self._note(tree_leaves((args, kwargs)), result)
+        return result
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Equal for a tensor and its views, and no others."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _kind(module: nn.Module) -> object:
