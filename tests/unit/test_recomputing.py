@@ -162,6 +162,19 @@ def test_outputs_that_lie_otherwise_or_are_no_plain_tensors_are_compared_as_far_
     assert module.layer.weight.grad is not None
 
 
+def test_several_backward_passes_compute_it_once_more_each() -> None:
+    module, data, found = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(3, 4), list[Tensor]()
+    for forward in (module, lambda x: checkpointed(module, module.forward, x)):
+        module.zero_grad()
+        out = forward(data)
+        torch.autograd.grad(out.sum(), module[0].bias, retain_graph=True)
+        out[:, 0].sum().backward(retain_graph=True)
+        out[:, 1].sum().backward()
+        assert module[0].weight.grad is not None
+        found.append(module[0].weight.grad.clone())
+    assert torch.equal(*found)
+
+
 def test_a_pass_without_gradients_is_made_once() -> None:
     calls = list[int]()
 

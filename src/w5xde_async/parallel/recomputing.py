@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -84,7 +84,7 @@ def checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **k
     drawn_from = PythonGenerators()
 
     @contextmanager
-    def again() -> Iterator[None]:
+    def recomputing() -> Iterator[None]:
         for tensor, version in zip(tensors, versions, strict=True):
             if tensor._version != version:
                 raise UsageError(_WRITTEN.format(_kind(module)))
@@ -92,7 +92,8 @@ def checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **k
             yield
 
     result = checkpoint(  # to the end, and not only to the last thing that is needed: its outputs are compared
-        run, args, kwargs, use_reentrant=False, context_fn=lambda: (nullcontext(), again()), early_stop=False
+        run, args, kwargs, use_reentrant=False, early_stop=False,
+        context_fn=lambda: (nullcontext(), _Again(recomputing)),
     )  # fmt: skip
     for number, tensor in enumerate(tensors):
         if tensor._version != versions[number]:
@@ -100,6 +101,21 @@ def checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **k
                 raise UsageError(_WRITTEN.format(_kind(module)))
             versions[number] = tensor._version
     return result
+
+
+class _Again:
+    """What torch makes once and enters at each recomputation; several backward passes may make some."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make, self._entered = make, list[AbstractContextManager[None]]()
+
+    def __enter__(self) -> None:
+        entered = self._make()
+        entered.__enter__()
+        self._entered.append(entered)
+
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.pop().__exit__(*raised)
 
 
 def _kind(module: nn.Module) -> str:
