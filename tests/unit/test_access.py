@@ -208,6 +208,17 @@ def test_that_a_join_file_is_written_over_another_runs_is_said(tmp_path: Path) -
     assert Access(TLS, tmp_path / "mine").overwrites(5555) == ""
 
 
+def test_that_a_join_file_is_written_over_another_runs_with_the_same_certificate_is_said(tmp_path: Path) -> None:
+    """As where --tls-cert is a machine's, and all runs on it have it."""
+    files, join = own_certificate(tmp_path, "digits"), tmp_path / "join"
+    config = replace(TLS, join_file=join, tls=TlsFiles(files.cert, files.key))
+    mine, others = (Access(replace(config, token=new_secret()), None) for _ in range(2))
+    others.write_join_file(5556)
+    assert mine.overwrites(5555).startswith(f"--join-file {join} named another run's coordinator")
+    mine.write_join_file(5555)
+    assert mine.overwrites(5557) == ""
+
+
 def test_a_join_file_that_could_not_be_written_is_owed(tmp_path: Path) -> None:
     access, secret = Access(TLS, tmp_path), tmp_path / "secret"
     join = access.write_join_file(5555)

@@ -107,8 +107,11 @@ class Access:
             there = Invitation.parse(read_secret_file(path, kind="join file"), place="")
         except UsageError:  # none is there, or something else
             return ""
-        renewed = (there.secret, there.host, there.port) == (ours.secret, ours.host, ours.port)
-        if there.certificate == ours.certificate or renewed:
+        same = there.certificate == ours.certificate
+        if same and self._config.tls.cert is None:  # made for this run, which has it in its directory
+            return ""
+        renewed = (there.host, there.port) == (ours.host, ours.port)
+        if there.secret == ours.secret and (same or renewed):
             return ""
         return (
             f"--join-file {path} named another run's coordinator, at {format_address(there.host, there.port)}, and "
