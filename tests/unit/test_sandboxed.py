@@ -69,6 +69,13 @@ class Here(Sandbox):
         self.theirs.close()
 
 
+def test_where_python_has_no_pidfd_there_is_nothing_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was built on an old system: an error that whoever waits expects."""
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    with pytest.raises(OSError, match="not implemented"):
+        Sandbox(torch.device("cpu"), threads=1, memory_bytes=1 << 30).watch()
+
+
 @contextmanager
 def sandboxed(
     *, copies: bool, slots: int = 0, leaves: int = 1, accumulated: int = 1

@@ -12,6 +12,7 @@ by what, and this process goes on.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -156,8 +157,10 @@ class Sandbox:
     def watch(self) -> int:
         """A descriptor that is readable once the process has ended; it is the caller's to close.
 
-        Raises OSError: this kernel has none, or the process was waited for already.
+        Raises OSError: this kernel or this Python has none, or the process was waited for already.
         """
+        if not hasattr(os, "pidfd_open"):  # Python was built where there is none
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         return os.pidfd_open(self.pid)
 
     def find_out(self) -> NoReturn:
