@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -988,7 +989,15 @@ def _orthogonal() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)))
 
 
-@pytest.mark.parametrize("make", [DryRun, _lazy, _orthogonal])
+def _scaled() -> nn.Module:
+    """Which goes on where a value cannot be had."""
+    model = nn.Linear(8, 3)
+    with suppress(Exception):
+        model.scale = float(model.weight.detach().std())
+    return model
+
+
+@pytest.mark.parametrize("make", [DryRun, _lazy, _orthogonal, _scaled])
 def test_a_function_that_computes_with_parameters_is_refused_by_name(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(
         JobError, match=r"computes with parameters.*give the job the model itself, Job\(model=make\(\)\)"
@@ -998,12 +1007,29 @@ def test_a_function_that_computes_with_parameters_is_refused_by_name(make: Calla
     assert layout.fingerprint == Layout.of(make(), bucket_bytes=BUCKET).fingerprint
 
 
-def test_a_function_that_fails_otherwise_is_told_of_as_everywhere() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("no metadata here"), OSError("/a/meta.json"), KeyError("meta")])
+def test_a_function_that_fails_otherwise_is_told_of_as_everywhere(error: Exception) -> None:
     def make() -> nn.Module:
-        raise RuntimeError("no metadata here")
+        raise error
 
-    with pytest.raises(JobError, match="the function raised RuntimeError: no metadata here"):
+    with pytest.raises(
+        JobError, match=rf"the function raised {type(error).__name__}: .*meta.*\(test_parallel_fsdp.py:"
+    ):
         replica_of(_of(make), BUCKET)
+
+
+def test_where_a_function_that_computes_with_parameters_fails_is_told() -> None:
+    with pytest.raises(JobError, match=r"computes with parameters.*the function raised \w+: .*test_parallel_fsdp.py:"):
+        replica_of(_of(DryRun), BUCKET)
+
+
+def test_a_function_may_try_what_this_torch_cannot() -> None:
+    def make() -> nn.Module:
+        with suppress(NotImplementedError):
+            torch.randn(2, dtype=torch.float8_e4m3fn)
+        return nn.Linear(8, 3)
+
+    assert replica_of(_of(make), BUCKET).layout.fingerprint == Layout.of(make(), bucket_bytes=BUCKET).fingerprint
 
 
 def test_a_module_given_as_such_is_left_alone() -> None:

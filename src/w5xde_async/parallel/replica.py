@@ -77,11 +77,11 @@ def replica_of(job: Job, bucket_bytes: int) -> Replica:
             try:
                 model = build_model(job)
             except JobError as error:
-                if drawing.lacking or re.search(r"\bmeta\b", str(error.__cause__)):
-                    raise _without_values(str(error.__cause__).partition("\n")[0]) from error
+                if drawing.lacking or _lacks_values(error.__cause__):
+                    raise _without_values(error.reason) from error
                 raise
         if drawing.lacking:
-            raise _without_values(drawing.lacking[0])
+            raise _without_values(drawing.lacking[0][:200])
     persistent = {id(tensor) for _, tensor, _ in named_state(model)}
     for name, buffer in model.named_buffers():
         if buffer.is_meta and id(buffer) not in persistent:
@@ -96,11 +96,18 @@ def replica_of(job: Job, bucket_bytes: int) -> Replica:
     )  # fmt: skip
 
 
+def _lacks_values(error: BaseException | None) -> bool:
+    """Whether it is torch that says so, of what has no memory."""
+    return type(error) in (RuntimeError, NotImplementedError, TypeError) and bool(
+        re.search(r"\bon (device )?meta\b|\bmeta (tensor|device)|\bdevices, .*\bmeta\b", str(error))
+    )
+
+
 def _without_values(said: str) -> JobError:
     return JobError(
         "model",
         "its function computes with parameters, as a pass to find a layer's width does, or a parametrization; they "
-        f"have no values where islands divide a model while it is built ({said[:200]})",
+        f"have no values where islands divide a model while it is built ({said})",
         "give the job the model itself, Job(model=make())",
     )
 
@@ -305,8 +312,10 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 operator(*given, **named)
         try:
             return operator(*args, **kwargs)
-        except NotImplementedError as error:
-            self.lacking.append(str(error).partition("\n")[0])
+        except (NotImplementedError, RuntimeError) as error:
+            reads = isinstance(error, NotImplementedError) or operator is torch.ops.aten._local_scalar_dense.default
+            if reads and tree_any(_is_without_memory, (args, kwargs)):
+                self.lacking.append(str(error).partition("\n")[0])
             raise
 
 
