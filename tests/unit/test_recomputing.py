@@ -175,6 +175,23 @@ def test_several_backward_passes_compute_it_once_more_each() -> None:
     assert torch.equal(*found)
 
 
+def test_a_unit_may_go_back_through_itself_before_it_has_ended() -> None:
+    """As for a penalty of what it gives by what it is given."""
+
+    class Slope(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            (slope,) = torch.autograd.grad(self[0](x).square().sum(), x, create_graph=True)
+            return torch.tanh(slope)
+
+    module, data, found = Slope(nn.Linear(4, 4)), torch.randn(3, 4), list[Tensor]()
+    for forward in (module, lambda x: checkpointed(module, module.forward, x)):
+        module.zero_grad()
+        forward(data.clone().requires_grad_()).sum().backward()
+        assert module[0].weight.grad is not None
+        found.append(module[0].weight.grad.clone())
+    assert torch.equal(*found)
+
+
 def test_a_pass_without_gradients_is_made_once() -> None:
     calls = list[int]()
 
