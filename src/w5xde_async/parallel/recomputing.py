@@ -36,7 +36,8 @@ DIFFERS = (
     "of what it is called with is changed by then (a cache, an iterator, a torch.Generator of the model's own, an "
     "object that holds a state), or the step has set an attribute or frozen a part of it since: call models of "
     "transformers with use_cache=False, draw from torch's own generators, give and return values; or leave out "
-    "--checkpoint-activations"
+    "--checkpoint-activations. Where it is kernels that add in any order (index_put, scatter_add), --deterministic "
+    "takes others"
 )
 _Buffers = list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]]  # of each module, and what is in them
 
@@ -166,7 +167,7 @@ def _require_same(module: nn.Module, first: _Marks, second: _Marks) -> None:
             raise UsageError(text)
         if type(module) not in _told_of:
             _told_of.add(type(module))
-            logger.warning("%s. Where it is only kernels that are not deterministic, --deterministic says so", text)
+            logger.warning("%s", text)
 
     is_on_host = all(device.type == "cpu" for device in first.bits)
     if is_on_host or torch._C._current_graph_task_id() < 0:
