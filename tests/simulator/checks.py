@@ -117,13 +117,15 @@ class Checks(Cluster):
                 self.violate("memory", f"{queued} frames queued for one worker")
 
     def _overdue(self, training: SyncTraining) -> None:
-        """After a tick nobody holds a lease beyond its deadline while another could have it."""
+        """After a tick nobody holds a lease beyond its deadline while another could have it. Those of a coordinator
+        that has been superseded count no longer: it has stood still until it was, and hears of its workers first."""
         now, ready = training.context.clock(), [member.worker_id for member in training.roster.membership.ready()]
         for worker, session in training.roster.sessions.items():
             for grant in training.ledger.held(worker):
                 late_s = now - training.ledger.began_at(grant) - grant.deadline_s * training.ledger._patience(grant)
                 others = any(other != worker for other in ready)
-                if grant.step == training.version and late_s > 0.1 and others:
+                counts = grant.lease >> 32 >= self.highest_term
+                if counts and grant.step == training.version and late_s > 0.1 and others:
                     if all(link.receiving != grant.lease for link in session.links) and not session.ended.is_set():
                         self.violate("deadline", f"lease {grant.lease} of {session.name} is {late_s:.1f} s overdue")
 
