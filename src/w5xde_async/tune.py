@@ -36,10 +36,10 @@ _TURNS = 3  # in which a size has to be faster than the job's own
 #: What a measured run has of the settings: how it computes, checks and sends. Nothing else: a file or an address would
 #: be another run's, a limit would end the measuring. ``tls``: local workers are told of it by the same environment.
 _KEPT = (
-    "token", "tls", "heartbeat_s", "silence_s", "handshake_s", "bucket_bytes", "bulk_threads", "credit_bytes",
-    "numerics", "quarantine", "code_free", "pacing", "update", "auto", "update_device", "loader_threads",
-    "loader_processes", "prefetch_leaves", "max_bad_samples", "norm_gate", "audit_fraction", "audit_tolerance",
-    "max_leaf_failures",
+    "token", "tls", "max_workers", "heartbeat_s", "silence_s", "handshake_s", "bucket_bytes", "bulk_threads",
+    "credit_bytes", "numerics", "quarantine", "code_free", "pacing", "update", "auto", "update_device",
+    "loader_threads", "loader_processes", "prefetch_leaves", "max_bad_samples", "norm_gate", "audit_fraction",
+    "audit_tolerance", "max_leaf_failures",
 )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def _prepare(
             other = faster[0]
             seems = f"microbatch_size={other.microbatch} seems faster than {own.microbatch}"
             note(f"{seems}: measuring both again, in turn ...")
-            turns[other.microbatch] = [(own, other)]
+            turns[other.microbatch] = []  # without the pair by which it was chosen
             while len(turns[other.microbatch]) < _TURNS:
                 turns[other.microbatch].append((await run(own.microbatch), await run(other.microbatch)))
         loop, stopped = asyncio.get_running_loop(), threading.Event()
@@ -141,6 +141,8 @@ def _prepare(
         if plain is not None:
             return code
         left = ", ".join(map(str, tried[len(rows) + len(refused) :])) or "the plain loop"
+        if any(len(both) < _TURNS for both in turns.values()):
+            left = "whether that is more than chance, the plain loop"
         note(f"{stopped_by}: {len(rows)} of {len(tried)} sizes measured; not measured: {left}")
         return exit_code_of(stopped_by, settings.exit_on_drain)
 
@@ -327,6 +329,10 @@ def _gains(turns: Sequence[tuple[Row, Row]], rate: str) -> list[float]:
     return [getattr(other, rate) / getattr(own, rate) for own, other in turns]
 
 
+def _gained(turns: Sequence[tuple[Row, Row]], rate: str) -> float:
+    return statistics.median(_gains(turns, rate))
+
+
 def _is_clear(gains: Sequence[float]) -> bool:
     return min(gains) > 1.0 and statistics.median(gains) > _CLEAR
 
@@ -341,7 +347,8 @@ def _fastest(job: Job, rows: Sequence[Row], turns: Turns) -> tuple[Row, Row]:
             row for row in rows
             if row is not own and _is_clear(_gains(turns.get(row.microbatch, [(own, row)]), rate))
         ]  # fmt: skip
-        found.append(max(faster, key=lambda row: float(getattr(row, rate)), default=own))
+        # Of those that have had their turns, the fastest in these.
+        found.append(max(faster, key=lambda row: _gained(turns.get(row.microbatch, [(own, row)]), rate), default=own))
     return found[0], found[1]
 
 
@@ -373,7 +380,7 @@ def report(
     crew = f"{workers} worker{'s' * several}"
     if best.microbatch != own:
         shared = "" if best.leaves >= workers else f"; no step is shared out to {crew} then"
-        gained = _gained(turns[best.microbatch], "together")
+        gained = _told(turns[best.microbatch], "together")
         lines.append(
             f"microbatch_size={best.microbatch},  # {gained} as fast as {own} with {crew} here; batch norm and dropout "
             f"see a microbatch{shared}"
@@ -381,21 +388,24 @@ def report(
     else:
         lines.append(f"microbatch_size={own} is as good as any here.")
     if lone.microbatch not in (best.microbatch, own):
-        lines.append(f"One worker alone is {_gained(turns[lone.microbatch], 'alone')} as fast with {lone.microbatch}.")
+        lines.append(f"One worker alone is {_told(turns[lone.microbatch], 'alone')} as fast with {lone.microbatch}.")
     lines += [
-        f"With {size} it was {_gained(both, 'together')} as fast as with {own}: this machine's other work matters more."
+        f"With {size} it was {_told(both, 'together')} as fast as with {own}: this machine's other work matters more."
         for size, both in turns.items()
-        if not (_is_clear(_gains(both, "together")) or _is_clear(_gains(both, "alone")))
+        if min(gains := _gains(both, "together")) < 1.0 and max(gains) > _CLEAR
     ]
     if plain > _CLEAR * best.together:
         lines.append("On this machine alone the plain loop is faster; other machines add to the workers' rate.")
     return "\n".join(lines) + "\n"
 
 
-def _gained(turns: Sequence[tuple[Row, Row]], rate: str) -> str:
-    gains = sorted(_gains(turns, rate))
-    spread = f"{gains[0]:.2g} to {gains[-1]:.2g}"
-    return f"{statistics.median(gains):.2g} times ({spread} in {len(gains)} turns)"
+def _told(turns: Sequence[tuple[Row, Row]], rate: str) -> str:
+    least, *_, most = sorted(_gains(turns, rate))
+    return f"{_times(_gained(turns, rate))} times ({_times(least)} to {_times(most)} in {len(turns)} turns)"
+
+
+def _times(gain: float) -> str:
+    return f"{gain:.2f}" if gain < 1.5 else f"{gain:.1f}" if gain < 10 else f"{gain:.0f}"
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ _OURS_OF_WORKERS = (
     "--server", "--join-file", "--join", "--token-file", "--insecure", "--exit-on-drain", "--job", "--name", "--config",
     "--connect-timeout", "--threads", "--exit-with-stdin",
 )  # fmt: skip
-#: Of who launches, a run's programs heed these variables alone: no flag after -- says the same.
+#: Of who launches, the programs of a run on Slurm or Ray heed these variables: no flag after -- says the same.
 KEPT = ("W5XDE_TOKEN", "W5XDE_TOKEN_FILE", "W5XDE_ADVERTISE", "W5XDE_DASHBOARD", "W5XDE_DASHBOARD_ADDRESS")
 
 
@@ -129,7 +129,12 @@ class _Filled(Template):
 
 def not_of_the_run(environment: Mapping[str, str]) -> list[str]:
     """Variables that say a setting, by which none of a run is said: a flag is checked, and none of an engine's own."""
-    return sorted(name for name in variables().difference(KEPT) if environment.get(name))
+    return [name for name in dropped() if environment.get(name)]
+
+
+def dropped() -> list[str]:
+    """The variables that say a setting, and that a run's programs are not to have of who launches."""
+    return sorted(variables().difference(KEPT))
 
 
 def _told(program: type[_P], arguments: Sequence[str], where: str) -> _P:

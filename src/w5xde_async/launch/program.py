@@ -69,7 +69,10 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
 
 def _start(told: argparse.Namespace, plan: Plan, prog: str) -> int:
     if unheeded := not_of_the_run(os.environ):
-        note(f"{prog}: the run does not heed {', '.join(unheeded)} of this environment: give flags in their place")
+        note(
+            f"{prog}: the run does not heed {', '.join(unheeded)} of this environment: give flags, but for what launch "
+            "says itself"
+        )
     if told.engine == "k8s":
         from w5xde_async.launch import kubernetes
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 from w5xde_async.errors import ExitCode, UsageError
-from w5xde_async.launch.plan import KEPT, Plan, fill
+from w5xde_async.launch.plan import Plan, dropped, fill
 from w5xde_async.process import note, say
 
 _PATIENCE = "1h"  # of workers, while the coordinator waits in the queue
@@ -32,7 +32,7 @@ def script(plan: Plan) -> str:
     which = hashlib.blake2b(str(run_dir).encode(), digest_size=4).hexdigest()
     worker = [*python, "w5xde_async.worker", "--join-file", join, "--connect-timeout", _PATIENCE, *plan.compute]
     return fill(
-        "slurm.sh", kept=" | ".join(KEPT), file=f"{plan.name}.sh", name=plan.name,
+        "slurm.sh", dropped=" ".join(dropped()), file=f"{plan.name}.sh", name=plan.name,
         worker_jobs=f"{plan.name}-worker-{which}", run_dir=shlex.quote(str(run_dir)), workers=plan.workers,
         cpus=plan.cpus, gpus=f" --gpus-per-task={plan.gpus}" if plan.gpus else "",
         megabytes=max(1, plan.memory_bytes >> 20), drained=int(ExitCode.DRAINED), coordinator=shlex.join(coordinator),

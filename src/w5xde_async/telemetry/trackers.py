@@ -40,8 +40,8 @@ _HANGS_S = 300.0  # one that has taken so long for one call hangs: these package
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]+")  # of two letters at least: one is a drive
 #: What a database's address may say of the way to it; any other option may be a password, whatever it is called.
 _OPTIONS = frozenset(
-    ("charset", "connect_timeout", "driver", "encrypt", "ssl_ca", "sslmode", "sslrootcert", "trusted_connection",
-     "trustservercertificate", "uid", "user")
+    ("cache", "charset", "check_same_thread", "connect_timeout", "driver", "encrypt", "mode", "ssl_ca", "sslmode",
+     "sslrootcert", "timeout", "trusted_connection", "trustservercertificate", "uid", "uri", "user")
 )  # fmt: skip
 
 Config = dict[str, object]
@@ -221,16 +221,16 @@ def check_trackers(names: Sequence[str]) -> None:
 
 def _may_tell(target: str) -> bool:
     """Whether a tracker's target is an address with a password, or with what may be one."""
-    scheme, _, rest = target.partition(":")
+    scheme, _, rest = target.strip().partition(":")
     scheme = scheme.lower()
     if not _SCHEME.fullmatch(scheme):
         return False
     if scheme in ("http", "https"):  # a user's name may be a token here, and an @ may stand in the path
         return "@" in rest.lstrip("/").partition("/")[0] or "?" in rest or "#" in rest
-    if scheme in ("file", "sqlite"):
-        return "@" in rest.removeprefix("//").partition("/")[0]
     place, _, options = rest.partition("?")
     names = {option.partition("=")[0].strip().lower() for option in re.split("[&;]", unquote_plus(options)) if option}
+    if scheme in ("file", "sqlite"):  # an @ may stand in the path
+        return (place.startswith("//") and "@" in place[2:].partition("/")[0]) or not names <= _OPTIONS
     return ":" in place.rpartition("@")[0] or "#" in rest or not names <= _OPTIONS
 
 

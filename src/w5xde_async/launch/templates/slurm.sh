@@ -5,12 +5,7 @@
 # The run directory must lie on a disk that all nodes see. Partition, account and time limit: SBATCH_PARTITION,
 # SBATCH_ACCOUNT and SBATCH_TIMELIMIT in the environment.
 set -u
-for variable in "${!W5XDE_@}"; do # sbatch passes them on; the run's settings are below
-  case $variable in
-  @@kept) ;;
-  *) unset -v "$variable" ;;
-  esac
-done
+unset -v @@dropped # settings of who launches, which sbatch passes on; the run's are below
 name=@@name
 workers=@@worker_jobs # no other run's have this name, not those of one of the same name in another directory
 run=@@run_dir
