@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import warnings
 from collections import OrderedDict
 from functools import cache
 from pathlib import Path
@@ -317,6 +318,21 @@ class Clamped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         return clamp(gradient)
+
+
+@pytest.mark.parametrize(
+    "scripted", [lambda: nn.Linear(6, 3), lambda: nn.BatchNorm1d(6)], ids=["Linear", "BatchNorm1d"]
+)
+def test_a_part_in_torchscript_is_refused_by_name(scripted: Any) -> None:
+    def model() -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return nn.Sequential(nn.Linear(6, 6), torch.jit.script(nn.BatchNorm1d(6)))
+
+    def step(model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    assert refusal_of(model, step).reason == "1 of the model is in TorchScript, of which no program is made"
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False])

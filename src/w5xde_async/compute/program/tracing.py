@@ -185,6 +185,10 @@ def trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) ->
                 raise
             if isinstance(error, ProgramRefused):
                 raise NotTraceable(error.reason) from error
+            scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+            if scripted:
+                what = f"{scripted[0]} of the model" if scripted[0] else "the model"
+                raise NotTraceable(f"{what} is in TorchScript, of which no program is made") from error
             raise NotTraceable(_first_line(error), _where(error)) from error
 
 
