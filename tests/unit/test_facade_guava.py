@@ -911,6 +911,23 @@ def test_the_workers_program(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 @pytest.mark.usefixtures("as_a_program")
+def test_what_the_workers_program_warns_of_as_it_begins_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a handler of the package's own, Python would write it, and wait where nobody reads."""
+    shown: list[int] = []
+
+    class Warns(NetworkWorker):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            shown.append(len(logging.getLogger("w5xde_async").handlers))
+
+        def connect_and_train(self) -> None: ...
+
+    monkeypatch.setattr("w5xde_async.facade.guava.workers.network_worker.NetworkWorker", Warns)
+    assert program.main([]) == 0
+    assert shown == [1]
+    assert not logging.getLogger("w5xde_async").handlers
+
+
+@pytest.mark.usefixtures("as_a_program")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
 def test_a_worker_that_is_told_to_leave_ends_as_every_worker_does(
     number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch
