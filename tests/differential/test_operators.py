@@ -21,11 +21,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(150)
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked")
-def test_calls_made_by_hand_and_changed_are_refused_or_equal() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_calls_made_by_hand_and_changed_are_refused_or_equal(precision: str) -> None:
     places = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
     environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.fuzz.operators", "--by-hand", "--cases", "6",
-               "--only", "bicubic2d,lstm.input,gru.input,remainder.Scalar"]  # fmt: skip
+               "--precision", precision,
+               "--only", "bicubic2d,lstm.input,gru.input,remainder.Scalar,median,scaled_dot,index.Tensor"]  # fmt: skip
     made = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert made.returncode == 0, made.stderr[-2000:]
     assert not re.findall(r"^(?:SIG|DIFFERENT).*", made.stdout, re.MULTILINE)

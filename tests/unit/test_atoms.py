@@ -23,6 +23,7 @@ from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import autocast
 from w5xde_async.compute.program.atoms import Atoms, Live, Part, cut
 from w5xde_async.compute.program.form import parse
+from w5xde_async.compute.program.interpreter import Seen
 from w5xde_async.compute.program.program_job import ProgramStep, skeleton
 from w5xde_async.compute.program.tracing import probe_batches, trace
 from w5xde_async.errors import ProgramRefused
@@ -681,3 +682,20 @@ def test_views_travel_as_they_lie() -> None:
         assert torch.equal(there, tensor)
         assert there.stride() == tensor.stride()
         assert there.data_ptr() % 64 == tensor.data_ptr() % 64 or not tensor.numel()
+
+
+def test_the_first_run_of_each_part_is_held_to_what_the_check_saw() -> None:
+    of = anywhere(made("transformer"))
+    tensors = flatten(of.batches[0])[1]
+    sizes = of.atoms.sizes([(t.dtype, tuple(t.shape)) for t in tensors])
+    part = parts_of(of, [range(0, 1), range(1, len(of.atoms))], lent=True)[0]
+    seen, wrong = sizes.measured._seen, Seen("1", 0)
+    number = next(number for number, one in seen.items() if type(one.form) is tuple)
+    right, seen[number] = seen[number], wrong
+    with pytest.raises(ProgramRefused, match="where the check saw 1") as caught:
+        part([], only(part, tensors), sizes)
+    assert caught.value.node == number
+    seen[number] = right
+    part([], only(part, tensors), sizes)
+    seen[number] = wrong
+    part([], only(part, tensors), sizes)  # once is enough

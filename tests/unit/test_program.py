@@ -297,6 +297,83 @@ def test_hooks_on_activations_are_refused_with_their_line() -> None:
     assert refused.where == line_of("a hook")
 
 
+def test_hooks_on_what_is_saved_for_backward_are_refused_with_their_line() -> None:
+    def step(model: Any, batch: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clamp(-1e6, 1e6), lambda x: x):  # saved
+            return loss_of(model, batch)
+
+    refused = refusal_of(lambda: nn.Linear(6, 3), step)
+    assert "torch.autograd.graph.saved_tensors_hooks" in refused.reason
+    assert refused.where == line_of("saved")
+
+
+def test_where_it_is_kept_what_backward_needs_changes_nothing() -> None:
+    def step(model: Any, batch: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return loss_of(model, batch)
+
+    assert trace_of(job_of(lambda: nn.Linear(6, 3), step)) == trace_of(job_of(lambda: nn.Linear(6, 3), loss_of))
+
+
+def test_flushed_denormals_are_refused() -> None:
+    torch.set_flush_denormal(True)
+    try:
+        assert "denormal numbers are flushed" in refusal_of(lambda: nn.Linear(6, 3)).reason
+    finally:
+        torch.set_flush_denormal(False)
+
+
+class KeepsMask(nn.Module):
+    """A mask is made where that of the last call has another size. Until the first call there is no such attribute,
+    which torch's export would put back."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, size = self.inner(x), x.shape[1]
+        if not hasattr(self, "mask") or self.mask.size(0) != size:
+            self.mask = torch.log(torch.tril(torch.ones(size, size)))
+        out: torch.Tensor = self.head((torch.softmax(x @ x.transpose(1, 2) + self.mask, -1) @ x).mean(1))
+        return out
+
+
+class NamedBySize(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.scale9 = nn.Linear(6, 3), 3.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = {"7": 2.0}
+        scale = getattr(self, f"scale{x.shape[1]}", 1.0) * table.get(str(x.shape[1]), 1.0)
+        out: torch.Tensor = self.head(x.mean(1)) * scale * len(repr(x.shape))
+        return out
+
+
+@pytest.mark.parametrize("model", [KeepsMask, NamedBySize])
+def test_a_model_may_keep_a_mask_for_a_size_and_one_that_it_names_has_a_graph_each(model: Any) -> None:
+    """The mask would be that of an attempt before, and the name that of a symbol."""
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(length: int) -> tuple[torch.Tensor, ...]:
+        padded = torch.zeros(4, length, dtype=torch.bool)  # which nobody looks at: more than one attempt is made
+        return torch.randn(4, length, 6, generator=generator), padded, torch.tensor([0, 1, 2, 0])
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[2])
+
+    made = model()
+    layout, batches = Layout.of(made), [batch(length) for length in (5, 7, 9, 12)]
+    job = job_of(model, step, collate=default_collate)  # lengths may be free
+    program = parse(trace(job, made, layout, batches[:3]), layout)  # compared with the model on each
+    for given in batches[:3]:
+        assert any(fits(graph, flatten(given)[1]) for graph in program.graphs)
+    assert any(fits(graph, flatten(batches[3])[1]) for graph in program.graphs) == (model is KeepsMask)
+
+
 def test_a_function_that_holds_the_model_is_refused_with_its_line() -> None:
     """Copies of the model share it: the comparison meets nothing."""
 

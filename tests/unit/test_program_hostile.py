@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +36,7 @@ from tests.support.programs import (
 from tests.support.resident import forget_peak, peak_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from w5xde_async.compute.block import autocast
 from w5xde_async.compute.program import program_job
 from w5xde_async.compute.program.form import LIMITS, Document, Node, Ref, parse
 from w5xde_async.compute.program.interpreter import _KEEP_NOTHING, measure
@@ -123,6 +126,25 @@ def recurrent(
 #: name -> (program, what the refusal says)
 HOSTILE: dict[str, tuple[Make, str]] = {
     "a length beyond 64 bits": (one("arange.start_step", 0, 1, 1e-30), "a number of more than 64 bits"),
+    "a median of one element again and again": (
+        whole_of(*zeros((1,)), ("expand.default", [v(N), listed(9)]), ("median.dim", [v(N + 1), 0])),
+        "a median along an axis that repeats one element",
+    ),
+    "attention to more values than keys": (
+        whole_of(
+            *zeros((1, 1, 1, 8), (1, 1, 64, 8)),
+            ("scaled_dot_product_attention.default", [v(N), v(N), v(N + 1)]),
+        ),
+        "1 keys and 64 values",
+    ),
+    "attention to no heads": (
+        whole_of(
+            *zeros((4, 3, 8), (0, 6, 8)),
+            ("scaled_dot_product_attention.default", [v(N), v(N + 1), v(N + 1), None, 0.0, False],
+             [["enable_gqa", True]]),
+        ),
+        "keys without heads",
+    ),
     # names
     "torch.load": (one("torch.load", "x"), "not on the list"),
     "load": (one("load", "x"), "not on the list"),
@@ -504,6 +526,78 @@ def test_nothing_is_measured_with_memory_even_if_the_form_let_it_through() -> No
     with pytest.raises(ProgramRefused, match="has memory") as caught:
         measure(program, graph, [(e.dtype, e.shape) for e in layout.entries], batch, memory_bytes=1 << 30)
     assert caught.value.node == 0
+
+
+BATCH = (torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
+
+
+def stepped(step: program_job.ProgramStep) -> None:
+    step(program_job.skeleton(tiny_layout()), BATCH)
+
+
+def test_what_a_kernel_gives_otherwise_than_the_check_saw_is_refused_before_the_next_call() -> None:
+    """Over no axes at all nansum keeps all of them in the check, and none in a run: 1 number there, 1 << 28 here."""
+    found = document(
+        *zeros((2,)), ("nansum.default", [v(N), listed()]), ("numel", [v(N + 1)]), ("sub", [2, v(N + 2)]),
+        ("mul", [v(N + 3), 1 << 28]), ("add", [1, v(N + 4)]), ("zeros.default", [listed(v(N + 5))]),
+    )  # fmt: skip
+    step = load(found, memory_bytes=1 << 20)
+    for _ in range(2):  # what was refused is not known
+        with pytest.raises(ProgramRefused, match=r"it gives float32\[\] where the check saw float32\[2\]") as caught:
+            stepped(step)
+        assert (caught.value.node, caught.value.operator) == (1, "nansum.default")
+
+
+def test_memory_that_the_check_took_for_a_view_counts() -> None:
+    """Batch norm's meta function keeps the order of the axes, its kernel does not: what is a view of one is a copy of
+    the other."""
+    many = 16
+    normed = document(
+        *zeros((64, 16, 8)), ("transpose.int", [v(N), 1, 2]),
+        ("batch_norm.default", [v(N + 1), None, None, None, None, True, 0.1, 1e-5, False]),
+        ("transpose.int", [v(N + 2), 1, 2]),
+        *[("reshape.default", [v(N + 3), listed(64 * 16 * 8)])] * many,
+    )  # fmt: skip
+    layout = tiny_layout()
+    program = parse(normed, layout)
+    shapes = [(e.dtype, e.shape) for e in layout.entries]
+    batch = [(tensor.dtype, tuple(tensor.shape)) for tensor in BATCH]
+    needed = measure(program, program.graphs[0], shapes, batch, memory_bytes=1 << 30).total
+    stepped(load(normed, memory_bytes=needed + many * (64 * 16 * 8 * 4)))
+    with pytest.raises(ProgramRefused, match="need more") as caught:
+        stepped(load(normed, memory_bytes=needed + (many - 1) * (64 * 16 * 8 * 4)))
+    assert caught.value.operator == "reshape.default"
+
+
+def test_autocast_may_take_another_floating_point_dtype_than_in_the_check() -> None:
+    layout = tiny_layout()
+    program = parse(document(("mul.Tensor", [v(X), 1.0])), layout)
+    batch = [(tensor.dtype, tuple(tensor.shape)) for tensor in BATCH]
+    shapes = [(e.dtype, e.shape) for e in layout.entries]
+    measured = measure(program, program.graphs[0], shapes, batch, memory_bytes=1 << 20)
+    operator = program.graphs[0].nodes[0].operator
+    for wrong in (torch.ones(8, 5), torch.ones(8, 4, dtype=torch.int32)):
+        other = replace(operator, call=lambda *_, wrong=wrong: wrong)
+        with pytest.raises(ProgramRefused, match=re.escape("the check saw float32[8, 4]")):
+            measured.held(0, other)(*BATCH[:1], 1.0)
+    half = replace(operator, call=lambda *_: torch.ones(8, 4, dtype=torch.bfloat16))
+    assert measured.held(0, half)(*BATCH[:1], 1.0).dtype == torch.bfloat16
+
+
+def test_an_index_without_axes_has_the_sizes_of_those_beside_it() -> None:
+    layout = tiny_layout()
+    found = document(
+        ("zeros.default", [listed(3, 5)], [["dtype", [1, "int64"]]]), ("select.int", [v(N), 0, 0]),
+        ("select.int", [v(N + 1), 0, 0]), ("index.Tensor", [v(X), listed(v(N + 1), v(N + 2))]),
+        ("size", [v(N + 3), 0]), ("eq", [v(N + 4), 5]), ("require", [v(N + 5)]),
+    )  # fmt: skip
+    for precision in ("fp32", "bf16"):
+        program = parse(found, layout)
+        step = program_job.ProgramStep(
+            program, layout, torch.device("cpu"), memory_bytes=1 << 20, precision=precision
+        )  # fmt: skip
+        with (autocast(precision) or nullcontext)():
+            stepped(step)
 
 
 def test_a_model_of_very_many_modules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

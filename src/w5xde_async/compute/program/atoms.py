@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from w5xde_async.compute.block import autocast
 from w5xde_async.compute.flops import counting_flops
 from w5xde_async.compute.program.form import Graph, Input, Node, Program, Ref
-from w5xde_async.compute.program.interpreter import Step, bind, example, matches, measure, run_steps
+from w5xde_async.compute.program.interpreter import Measured, Step, bind, example, matches, measure, run_steps
 from w5xde_async.compute.program.operators import RECOMPUTE, SCALARS, SET_GRAD, Operator
 from w5xde_async.compute.program.program_job import skeleton
 from w5xde_async.errors import ProgramRefused
@@ -104,14 +105,15 @@ class Live(NamedTuple):
         return memory.as_strided(self.shape, self.stride, self.offset)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Sizes:
     """What a batch's shapes decide. ``graph``: the program's graph that it fits. ``live``: what crosses each cut, the
-    program's two ends (where nothing does) included."""
+    program's two ends (where nothing does) included. ``measured``: what every part's first run is held to."""
 
     graph: int
     numbers: Mapping[int, Any]
     live: tuple[tuple[Live, ...], ...]
+    measured: Measured
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +224,7 @@ class Atoms:
                             tensors[index].requires_grad_()
             return result
 
-        _rehearse(self, traced, batch, each, autocast(precision) or nullcontext)
+        measured = _rehearse(self, traced, batch, each, autocast(precision) or nullcontext)
         for value, tensor in tensors.items():
             offset = int(tensor.storage_offset()) % (ALIGN_BYTES // tensor.element_size())
             shape, stride = tuple(tensor.shape), tuple(tensor.stride())
@@ -232,7 +234,7 @@ class Atoms:
         for cut in bounds:
             crossing = [value for value in made if value < base + cut <= last.get(value, -1)]
             live.append(tuple(made[value] for value in crossing) if 0 < cut < len(sized.graph.nodes) else ())
-        return Sizes(which, numbers, tuple(live))
+        return Sizes(which, numbers, tuple(live), measured)
 
     @cached_property
     def _sized(self) -> list[_Sized]:
@@ -361,6 +363,7 @@ class Part(nn.Module):
             _Way.of(atoms.program, sized, range(bounds[run.start], bounds[run.stop]), device)
             for sized, bounds in zip(atoms._sized, atoms.bounds, strict=True)
         ]
+        self._known: WeakSet[Sizes] = WeakSet()  # on which it has run
 
     def hold(self, tensors: Mapping[int, Tensor]) -> None:
         """Let these tensors be the entries, under all their names: memory for what had none, or other memory.
@@ -400,7 +403,8 @@ class Part(nn.Module):
             # As in the program, it is no leaf: autocast keeps what it makes of leaves, for all their uses.
             table[value] = tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
         with nullcontext() if way.grad is None else torch.set_grad_enabled(way.grad):
-            run_steps(way.steps, table)
+            run_steps(way.steps if sizes in self._known else way.held(sizes.measured), table)
+        self._known.add(sizes)
         if self.last:
             metrics = [table[value.index] if type(value) is Ref else value for value in way.metrics]
             return table[way.loss], dict(zip(self._metrics, metrics, strict=True))
@@ -495,9 +499,10 @@ class _Sized(NamedTuple):
 
 class _Way(NamedTuple):
     """A run of one graph's nodes, made ready. ``grad``: whether gradients are recorded where it begins; None where the
-    program leaves that to its caller."""
+    program leaves that to its caller. ``held``: the steps of a first run on some sizes."""
 
     steps: tuple[Step, ...]
+    held: Callable[[Measured], tuple[Step, ...]]
     num_values: int
     first_tensor: int
     tensors: tuple[int, ...]
@@ -517,8 +522,17 @@ class _Way(NamedTuple):
         tensors = range(entries, entries + sized.num_tensors)
         numbers = range(tensors.stop, entries + len(graph.inputs))
         constants = range(numbers.stop, sized.base)
+        traced = {value - sized.base: number for number, value in enumerate(sized.values) if value >= sized.base}
+
+        def held(measured: Measured) -> tuple[Step, ...]:
+            def call(number: int, operator: Operator) -> Callable[..., Any]:
+                return measured.held(traced[number], operator)
+
+            return bind(program, graph, device, nodes, call).steps
+
         return cls(
             steps=bound.steps,
+            held=held,
             num_values=bound.num_values,
             first_tensor=entries,
             tensors=tuple(sorted(index - entries for index in used if index in tensors)),
@@ -753,10 +767,10 @@ def _rehearse(
     batch: Shapes,
     each: Callable[[int, Callable[[], Any]], Any],
     half: Callable[[], Any] | None,
-) -> None:
+) -> Measured:
     """Run a graph without memory, gradients recorded."""
     layout = atoms.layout
-    measure(
+    return measure(
         atoms.program, graph, [(entry.dtype, entry.shape) for entry in layout.entries], batch,
         memory_bytes=atoms.memory_bytes, autocast=half, trained=layout.trainable, each=each,
     )  # fmt: skip

@@ -117,7 +117,10 @@ def _recurrent(base: str, given: _Named) -> None:
     states: list[Any] = list(state) if isinstance(state, (list, tuple)) else [state]
     gates, data = _GATES[base], given["input"]
     _need(len(states) == (2 if base.startswith("lstm") else 1), f"{len(states)} states")
-    _need(all(isinstance(one, Tensor) and one.shape == states[0].shape for one in states), "states of unlike sizes")
+    _need(
+        all(isinstance(one, Tensor) and one.shape == states[0].shape for one in states),
+        "states of unlike sizes, as of an LSTM with proj_size",
+    )
     if base.endswith("_cell"):
         _need(data.dim() == 2 and states[0].dim() == 2 and data.shape[0] == states[0].shape[0], "a batch and its state")
         weights = [given.get(name) for name in ("w_ih", "w_hh", "b_ih", "b_hh")]
@@ -168,6 +171,22 @@ def _left(number: int, dtype: torch.dtype) -> int:
     return (number - info.min) % (1 << info.bits) + info.min
 
 
+def _median(given: _Named) -> None:
+    """Along an axis that repeats one element the kernel reads memory beside it."""
+    tensor = given["self"]
+    if "dim" in given and tensor.dim() and _size(given) > 1:
+        _need(tensor.stride(given["dim"]) != 0, "a median along an axis that repeats one element")
+
+
+def _attention(given: _Named) -> None:
+    """In half precision kernels take the values' length for that of the keys too, and say nothing."""
+    key, value = given["key"], given["value"]
+    _need(key.dim() > 1 and value.dim() > 1, "keys and values have a length and features")
+    _need(key.shape[-2] == value.shape[-2], f"{key.shape[-2]} keys and {value.shape[-2]} values")
+    if given.get("enable_gqa"):  # the queries' heads are divided by their numbers
+        _need(key.dim() > 2 and value.dim() > 2 and key.shape[-3] > 0 and value.shape[-3] > 0, "keys without heads")
+
+
 def _pooled(given: _Named) -> None:
     by = given.get("divisor_override")
     _need(by is None or _floating(given["self"]) or by not in (0, -1), f"a whole number divided by {by}")
@@ -185,5 +204,5 @@ def _floating(value: Any) -> bool:
 _RULES: Mapping[str, Callable[[_Named], None]] = {
     "unbind": _unbind, "split": _split, "chunk": _sections, "tensor_split": _sections, "diff": _difference,
     "floor_divide": _division, "remainder": _division, "fmod": _division, "div": _true_division,
-    "avg_pool2d": _pooled, "avg_pool3d": _pooled,
+    "median": _median, "scaled_dot_product_attention": _attention, "avg_pool2d": _pooled, "avg_pool3d": _pooled,
 }  # fmt: skip

@@ -5,7 +5,9 @@ on the model's own parameters. A value is let go after its last use. The calls o
 step: its values are its own, and backward computes them again.
 
 Before a graph runs on batches of new sizes it is run on the ``meta`` device, where nothing has memory: sizes that do
-not fit, overflow or need more than ``memory_bytes`` are refused there, before anything is allocated.
+not fit, overflow or need more than ``memory_bytes`` are refused there, before anything is allocated. Kernels may give
+other sizes than that: the first run with memory is held to what was seen (``Measured``), each call before the next.
+Once for each set of sizes is enough, since no listed operator's sizes depend on values.
 """
 
 from __future__ import annotations
@@ -55,10 +57,23 @@ class Bound(NamedTuple):
     sets_grad: bool
 
 
-def bind(program: Program, graph: Graph, device: torch.device, nodes: range | None = None) -> Bound:
-    """Fill in everything that does not change from batch to batch. ``nodes``: these alone, whole regions of them."""
+def bind(
+    program: Program,
+    graph: Graph,
+    device: torch.device,
+    nodes: range | None = None,
+    held: Callable[[int, Operator], Callable[..., Any]] | None = None,
+) -> Bound:
+    """Fill in everything that does not change from batch to batch. ``nodes``: these alone, whole regions of them.
+    ``held``: gives the call to be made for a node's number and operator, in place of the operator's own."""
     lives = _Lives(program, graph)
-    calls = [_call(node.operator, node.operator.call, node.arguments, node.named, device) for node in graph.nodes]
+    calls = [
+        _call(
+            node.operator, node.operator.call if held is None else held(number, node.operator), node.arguments,
+            node.named, device,
+        )
+        for number, node in enumerate(graph.nodes)
+    ]  # fmt: skip
     steps = _steps(lives, calls, range(len(graph.nodes)) if nodes is None else nodes)
     sets_grad = any(node.operator.name == SET_GRAD for node in graph.nodes)
     return Bound(graph, steps, lives.base + len(graph.nodes), sets_grad)
@@ -253,8 +268,8 @@ def example(inputs: Sequence[Input]) -> list[tuple[torch.dtype, tuple[int, ...]]
 class Scale:
     """Calls operators on tensors without memory and counts what they would take. Raises ValueError over a limit."""
 
-    def __init__(self, memory_bytes: int, *, seconds: float = _CHECK_S) -> None:
-        self._memory_bytes, self._until, self._seconds = memory_bytes, time.monotonic() + seconds, seconds
+    def __init__(self, memory_bytes: int) -> None:
+        self._memory_bytes, self._until = memory_bytes, time.monotonic() + _CHECK_S
         self._storages: dict[int, Any] = {}  # kept, so that no other storage gets the same address
         self._made: list[Any] = []  # those of them that calls made, in their order
         self._num_results = 0
@@ -288,8 +303,10 @@ class Scale:
 
         def call(*arguments: Any, **named: Any) -> Any:
             if time.monotonic() > self._until:
-                raise ValueError(f"to check the program takes more than {self._seconds:g} s")
+                raise ValueError(f"to check the program takes more than {_CHECK_S:g} s")
             check(operator, arguments, named, memory_bytes=self._memory_bytes)
+            if operator.name == "index.Tensor":
+                arguments = (arguments[0], _broadcast(arguments[1]), *arguments[2:])
             result = operator.call(*arguments, **named)
             if operator.aliases:
                 check_view(arguments, named, result, memory_bytes=self._memory_bytes)
@@ -328,6 +345,105 @@ def _tensors(results: Sequence[Any]) -> Iterator[Tensor]:
         )
 
 
+def _broadcast(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Indices as the kernel takes them: fake tensors leave one without axes out where others have some."""
+    given = iter(torch.broadcast_tensors(*_tensors([indices])))  # type: ignore[no-untyped-call]
+    return [None if index is None else next(given) for index in indices]
+
+
+def _storages(results: Sequence[Any]) -> dict[int, int]:
+    """The memory of tensors, and its bytes."""
+    found = [tensor.untyped_storage() for tensor in _tensors(results)]
+    return {storage._cdata: storage.nbytes() for storage in found}
+
+
+def _form(value: Any) -> Any:
+    """Dtypes and shapes of a call's result, and numbers as they are written."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape)
+    return tuple(map(_form, value)) if isinstance(value, (tuple, list)) else repr(value)
+
+
+def _alike(found: Any, seen: Any) -> bool:
+    """Whether they are the same, but for floating-point dtypes: those that autocast takes are the device's own."""
+    if found == seen:
+        return True
+    if type(found) is not tuple or type(seen) is not tuple or len(found) != len(seen):
+        return False
+    if all(isinstance(one, torch.dtype) and one.is_floating_point for one in (found[0], seen[0])):
+        return bool(found[1:] == seen[1:])
+    return all(map(_alike, found, seen))
+
+
+def _shown(form: Any) -> str:
+    if type(form) is not tuple:
+        return str(form)
+    if form and isinstance(form[0], torch.dtype):
+        return f"{str(form[0]).removeprefix('torch.')}{list(form[1])}"
+    return f"({', '.join(map(_shown, form[:8]))}{', ...' if len(form) > 8 else ''})"
+
+
+class Seen(NamedTuple):
+    """What one call gave in a check. ``made``: bytes of its results' memory that its arguments have not."""
+
+    form: Any
+    made: int
+
+
+class Measured:
+    """What a run on some sizes takes, and what each of its calls gives: the first one with memory is held to it."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self._memory_bytes = memory_bytes
+        self._seen: dict[int, Seen] = {}  # by node
+        self._alike: dict[Seen, Seen] = {}  # most nodes give what others give
+        self._more: dict[int, int] = {}  # by node: bytes that it made with memory and not in the check
+        self.total = 0  #: most bytes of results
+
+    def noting(self, number: int, operator: Operator, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A node's call in the check."""
+        if operator.name in (SET_GRAD, RECOMPUTE):
+            return call
+
+        def noted(*arguments: Any, **named: Any) -> Any:
+            result = call(*arguments, **named)
+            made = _storages([result])
+            before = _storages([*arguments, *named.values()])
+            seen = Seen(_form(result), sum(made[one] for one in made.keys() - before.keys()))
+            self._seen[number] = self._alike.setdefault(seen, seen)
+            return result
+
+        return noted
+
+    def held(self, number: int, operator: Operator) -> Callable[..., Any]:
+        """A node's call in the first run with memory. It raises ProgramRefused for what the check did not see."""
+        seen = self._seen.get(number)
+        if seen is None:
+            return operator.call
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            try:
+                check(operator, arguments, named, memory_bytes=self._memory_bytes)  # strides may be others than seen
+            except ValueError as error:
+                raise ProgramRefused(str(error), node=number, operator=operator.name) from None
+            result = operator.call(*arguments, **named)
+            found = _form(result)
+            if not _alike(found, seen.form):
+                reason = f"it gives {_shown(found)} where the check saw {_shown(seen.form)}"
+                raise ProgramRefused(reason[:300], node=number, operator=operator.name)
+            made = _storages([result])
+            if sum(made.values()) > seen.made:
+                before = _storages([*arguments, *named.values()])
+                more = sum(made[one] for one in made.keys() - before.keys()) - seen.made
+                self._more[number] = max(more, 0)
+                if self.total + sum(self._more.values()) > self._memory_bytes:
+                    reason = f"its results need more than {self._memory_bytes} bytes"
+                    raise ProgramRefused(reason, node=number, operator=operator.name)
+            return result
+
+        return call
+
+
 def measure(
     program: Program,
     graph: Graph,
@@ -338,19 +454,23 @@ def measure(
     autocast: Callable[[], Any] | None = None,
     trained: Collection[int] = (),
     each: Callable[[int, Callable[[], Any]], Any] | None = None,
-) -> int:
-    """Most bytes of results in a run on these sizes, found without memory. Raises ProgramRefused.
+) -> Measured:
+    """What a run on these sizes takes and gives, found without memory. Raises ProgramRefused.
 
     ``autocast`` makes the CPU's context of a run in half precision: ``meta`` tensors know none, fake ones do.
     ``trained``: entries that require gradients; without any, none are recorded. ``each`` is given a node's number and
     its call, and returns what that gives.
     """
     meta = torch.device("meta" if autocast is None else "cpu")
-    scale = Scale(memory_bytes)
+    scale, measured = Scale(memory_bytes), Measured(memory_bytes)
     lives = _Lives(program, graph)
     calls = [
-        _call(node.operator, scale.weighed(node.operator), node.arguments, node.named, meta) for node in graph.nodes
-    ]
+        _call(
+            node.operator, measured.noting(number, node.operator, scale.weighed(node.operator)), node.arguments,
+            node.named, meta,
+        )
+        for number, node in enumerate(graph.nodes)
+    ]  # fmt: skip
     ends: dict[int, list[Sequence[int]]] = {}  # by the last call of regions, innermost first: what others use of them
     for number in range(len(calls)):
         inner = lives.region(number)
@@ -390,4 +510,5 @@ def measure(
         if _TOO_LONG.search(reason):  # torch names the type that it wants, which it was given
             reason = "a number of more than 64 bits"
         raise ProgramRefused(reason, node=number, operator=name) from None
-    return scale.total + scale.again
+    measured.total = scale.total + scale.again
+    return measured

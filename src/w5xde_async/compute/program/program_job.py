@@ -14,7 +14,7 @@ from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import autocast
 from w5xde_async.compute.machine import machine_memory_bytes
 from w5xde_async.compute.program.form import Program
-from w5xde_async.compute.program.interpreter import Bound, bind, example, fits, measure, run
+from w5xde_async.compute.program.interpreter import Bound, Measured, bind, example, fits, measure, run
 from w5xde_async.errors import ProgramRefused
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
@@ -28,7 +28,8 @@ class ProgramStep:
     """The program as a step ``(model, batch) -> (loss, metrics)``.
 
     Raises ProgramRefused for a batch that fits none of its graphs, and for one whose results need more than
-    ``memory_bytes``: before anything is allocated for it.
+    ``memory_bytes``: before anything is allocated for it. So it does where the first run on some sizes gives others
+    than were seen then: before the next call is made.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class ProgramStep:
         precision: str = "fp32",
     ) -> None:
         self._program, self._layout, self._memory_bytes = program, layout, memory_bytes
-        self._autocast = autocast(precision)
+        self._device, self._autocast = device, autocast(precision)
         self._bound = [bind(program, graph, device) for graph in program.graphs]
         self._entries = [(entry.dtype, entry.shape) for entry in layout.entries]
         self._constants = [constant.to(device) for constant in program.constants]
-        self._known: dict[tuple[Any, ...], Bound] = {}  # sizes and dtypes that were measured
+        self._known: dict[tuple[Any, ...], Bound] = {}  # sizes and dtypes on which it has run
         self._plain: Any = _plain_type(program)
         self._num_tensors = len(program.graphs[0].inputs)
         self._run: Callable[..., tuple[Tensor, tuple[Any, ...]]] = run
@@ -59,13 +60,13 @@ class ProgramStep:
             self._model, self._state = model, list(state_of(model, self._layout))
         tensors = self._tensors(batch)
         bound = self._known.get(tuple([(tensor.shape, tensor.dtype) for tensor in tensors]))
-        if bound is None:
-            bound = self._find(tensors)
-        loss, metrics = self._run(bound, (*self._state, *tensors, *self._constants))
+        given = (*self._state, *tensors, *self._constants)
+        loss, metrics = self._first(tensors, given) if bound is None else self._run(bound, given)
         return loss, dict(zip(self._program.metrics, metrics, strict=True))
 
     def compiled(self, options: dict[str, Any]) -> ProgramStep:
-        """The same step, whose calls ``torch.compile`` makes one of. The checks stay as they are."""
+        """The same step, whose calls ``torch.compile`` makes one of. The checks stay as they are, and so does each
+        first run on some sizes."""
         other = copy.copy(self)
         other._run = torch.compile(run, options=options)
         return other
@@ -80,19 +81,27 @@ class ProgramStep:
             raise ProgramRefused("the batch has another structure, or other numbers and strings, than was traced")
         return tensors
 
+    def _first(self, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
+        """A run on sizes that are new."""
+        bound = self._find(tensors)
+        measured = self._measure(bound.graph, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
+        outcome = run(bind(self._program, bound.graph, self._device, held=measured.held), given)
+        if len(self._known) >= _MAX_KNOWN:  # whoever sends new sizes without end waits for new checks
+            self._known.clear()
+        self._known[tuple([(tensor.shape, tensor.dtype) for tensor in tensors])] = bound
+        return outcome
+
     def _find(self, tensors: Sequence[Tensor]) -> Bound:
         for bound in self._bound:
             if fits(bound.graph, tensors):
-                self._measure(bound.graph, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
-                if len(self._known) >= _MAX_KNOWN:  # whoever sends new sizes without end waits for new checks
-                    self._known.clear()
-                self._known[tuple([(tensor.shape, tensor.dtype) for tensor in tensors])] = bound
                 return bound
         shapes = ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
         raise ProgramRefused(f"the program was not traced for a batch of {shapes}; workers with --job compute it")
 
-    def _measure(self, graph: Any, batch: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        measure(self._program, graph, self._entries, batch, memory_bytes=self._memory_bytes, autocast=self._autocast)
+    def _measure(self, graph: Any, batch: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> Measured:
+        return measure(
+            self._program, graph, self._entries, batch, memory_bytes=self._memory_bytes, autocast=self._autocast
+        )
 
 
 def _plain_type(program: Program) -> type | None:

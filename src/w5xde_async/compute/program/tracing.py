@@ -14,10 +14,13 @@ import io
 import logging
 import math
 import re
+import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -205,7 +208,9 @@ def outline(job: Job, model: nn.Module, layout: Layout, batch: Any) -> Program:
         warnings.simplefilter("ignore")
         try:
             with users_code():
-                exported, _ = _export(model, step_function(job), structure, names, tensors, in_precision, (None,))
+                exported, _ = _export(
+                    lambda: model, step_function(job), structure, names, tensors, in_precision, (None,)
+                )
         except Exception as error:
             raise NotTraceable(_first_line(error), _where(error)) from error
     graph = Converter(exported, tensors, _index_of(layout), constants, len(layout.entries)).graph()
@@ -257,6 +262,8 @@ def _quiet() -> Iterator[None]:
 def _trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) -> Document:
     step = step_function(job)
     skeleton(layout, device="meta")  # what workers build
+    if sys.float_info.min / 2 * 1.0 == 0.0:
+        raise NotTraceable("denormal numbers are flushed (torch.set_flush_denormal), which workers are not told")
     in_precision: Callable[[], Any] = autocast(job.precision) or nullcontext
     index_of = _index_of(layout)
     flat = [flatten(batch) for batch in batches]
@@ -279,7 +286,9 @@ def _trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) -
         if any(fits(graph, tensors) for graph in graphs):
             continue
         names = []
-        exported, found = _export(copied_model(model), step, structure, names, tensors, in_precision, attempts, steady)
+        # A copy for each attempt: what a model keeps of its last call (a mask) is of the trace then.
+        copied = partial(copied_model, model)
+        exported, found = _export(copied, step, structure, names, tensors, in_precision, attempts, steady)
         attempts = (None,) if found is None else (found, None)
         try:
             graphs.append(Converter(exported, tensors, index_of, constants, len(layout.entries)).graph())
@@ -323,7 +332,7 @@ def _refuse_what_traces_leave_out(
             seed_all(seed + number)
             # Regions of gradient checkpointing are computed as they are traced: their calls are seen, and no Function.
             with (
-                random_state() as drawn, marked(), _Gradients(), in_precision(),
+                random_state() as drawn, marked(), _Gradients(), _refusing_hooks_on_what_is_saved(), in_precision(),
                 set_detect_anomaly(True, check_nan=False),
             ):  # fmt: skip
                 loss, _ = step(model, map_tensors(batch, torch.clone))
@@ -377,8 +386,45 @@ def _behind(node: Any) -> Iterator[Any]:
             left += new
 
 
+@contextmanager
+def _refusing_hooks_on_what_is_saved() -> Iterator[None]:
+    """Whatever changes, by way of them, what backward computes with: traces leave these hooks out."""
+    kind = torch.autograd.graph.saved_tensors_hooks
+    enter, own = kind.__enter__, threading.get_ident()
+
+    def refuse(self: Any) -> None:
+        # Where they are kept changes nothing.
+        if isinstance(self, torch.autograd.graph.save_on_cpu) or threading.get_ident() != own:
+            return enter(self)
+        where = users_line([(frame.filename, str(frame.lineno)) for frame in traceback.extract_stack()])
+        raise NotTraceable(f"the step uses torch.autograd.graph.{type(self).__name__}; {_BACKWARD}", where)
+
+    kind.__enter__ = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.__enter__ = enter  # type: ignore[method-assign]
+
+
+@contextmanager
+def _texts_fix_sizes() -> Iterator[None]:
+    """A size that becomes a text in code that is not torch's own (a key of a table, an attribute's name) is fixed: as a
+    symbol it would be another text, without a word."""
+    shown: Callable[[Any], str] = torch.SymInt.__repr__
+
+    def text(self: Any) -> str:
+        package = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
+        return shown(self) if package in ("torch", "sympy") else str(int(self))
+
+    torch.SymInt.__repr__ = text  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.SymInt.__repr__ = shown  # type: ignore[method-assign]
+
+
 def _export(
-    model: nn.Module,
+    model: Callable[[], nn.Module],
     step: StepFunction,
     structure: bytes,
     names: list[str],
@@ -388,6 +434,8 @@ def _export(
     steady: Collection[int] = (),
 ) -> tuple[Any, str | None]:
     """The exported program and the first of ``attempts`` at free sizes (see ``_free``; None: none free) that holds.
+
+    ``model()`` is what each attempt may change.
 
     ``steady``: tensors of which only the number of samples is free.
     """
@@ -401,9 +449,9 @@ def _export(
             _free(tensor, samples, "fixed" if index in steady else others) for index, tensor in enumerate(tensors)
         ),)  # fmt: skip
         names.clear()
-        wrapped = _Step(model, step, structure, names)
+        wrapped = _Step(model(), step, structure, names)
         try:
-            with in_precision(), marked(), preserve_node_meta():
+            with in_precision(), marked(), preserve_node_meta(), _texts_fix_sizes():
                 exported = torch.export.export(wrapped, tuple(tensors), dynamic_shapes=shapes, strict=False)
         except Exception as error:
             # The first is about the model, later ones may be about fixed sizes; that a size is not free is no failure.
