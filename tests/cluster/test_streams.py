@@ -22,6 +22,7 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.data.sharded import ShardedStream
 from w5xde_async.errors import JobError, LeafFailed, UsageError, W5xdeError
@@ -229,6 +230,28 @@ async def test_epochs_of_one_with_a_len(changes: dict[str, Any]) -> None:
 async def test_epochs_of_one_without() -> None:
     with pytest.raises(UsageError, match="epochs cannot end the run: its dataset is a stream without len"):
         await train(lambda: job(ShardedStream([range(9)], open=iter)), epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"dataset": Counted(), "epochs": 3}, ""),
+        ({"epochs": 3}, "epochs=3 ends nothing: the dataset is a stream without len(). Step 4 ends the run"),
+        ({"shuffle": False}, "shuffle_buffer=50 of the job does nothing: shuffle is off"),
+        ({"dataset": [row(place) for place in range(44)]},
+         "shuffle_buffer=50 of the job does nothing: a dataset with a length and dataset[i] is shuffled as a whole"),
+        ({"evaluate_every": 2}, "evaluate_every=2 of the job does nothing: it has no evaluate"),
+        ({"evaluate_every": 2, "evaluate": lambda model: {}}, ""),
+    ],
+    ids=["all is used", "epochs", "shuffle off", "map-style", "evaluate_every", "evaluate"],
+)  # fmt: skip
+def test_what_a_job_says_to_no_effect_is_told(changes: dict[str, Any], told: str) -> None:
+    made = job(**{"dataset": ShardedStream([range(9)], open=iter, decode=row), "max_steps": 4, **changes})
+    prepared = prepare(made, settings(), None, lambda: "0" * 16)
+    try:
+        assert [note for note in prepared.resume.notes if "nothing" in note] == [told] * bool(told)
+    finally:
+        prepared.spec.close()
 
 
 @pytest.fixture

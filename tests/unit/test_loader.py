@@ -798,6 +798,29 @@ async def test_a_sample_whose_exception_takes_no_attribute_is_left_out() -> None
         assert reader.loader.bad.all() == [odd]
 
 
+@pytest.mark.parametrize("array", [False, True])
+async def test_a_collate_may_write_into_the_same_memory_each_time(array: bool) -> None:
+    """Or give a part of the dataset, which whoever computes may write into."""
+    memory = torch.zeros(LEAF, 3)
+    taken = torch.from_numpy(memory.numpy()) if array else memory
+
+    def collate(samples: list[Any]) -> Any:
+        torch.stack([x for x, _ in samples], out=memory)
+        return taken, samples[0][0]
+
+    reader = Reader(job(Rows(), collate=collate), sampler())
+    try:
+        reader.open(0)
+        read = batches(await reader.block(0, 0, 8))
+    finally:
+        await reader.loader.aclose()
+    for leaf, (x, first) in enumerate(read):
+        indices = sampler().plan(0).leaf_indices(leaf).tolist()
+        assert torch.equal(x, X[indices])
+        assert torch.equal(first, X[indices[0]])
+        assert not memory.untyped_storage().data_ptr() <= x.data_ptr() < memory.untyped_storage().data_ptr() + 48
+
+
 async def test_leaves_of_a_block_may_have_different_structures() -> None:
     def collate(samples: list[Any]) -> Any:
         x = torch.stack([x for x, _ in samples])

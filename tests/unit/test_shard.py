@@ -75,7 +75,7 @@ def test_what_a_shard_holds_is_a_layout_of_the_same_tensors(case: tuple[Layout, 
 def test_shards_of_one_size_have_digests_of_their_own() -> None:
     made = layout()
     halves = [Shard.of(made, [(0, 0, 64)]), Shard.of(made, [(0, 64, 128)])]
-    assert halves[0].own.describe() == halves[0].own.describe()
+    assert halves[0].own.describe() == halves[1].own.describe()
     assert halves[0].digest != halves[1].digest
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from w5xde_async.data import stream as streams
+from w5xde_async.data.reader import LeafReader
 from w5xde_async.data.sharded import ShardedStream
 from w5xde_async.data.stream import AT_FAULT, Mark, StreamReader
 from w5xde_async.errors import JobError
@@ -151,6 +152,74 @@ def test_what_it_draws_is_seeded() -> None:
     assert read(range(60))[0] == whole
     assert read(range(47, 60), reader.mark(47))[0] == whole[47:]
     assert [sorted(map(int, whole[:30])), sorted(map(int, whole[30:]))] == [list(range(30))] * 2
+
+
+@pytest.mark.parametrize("where", ["stream", "collate"])
+def test_a_resume_knows_that_something_drew(where: str) -> None:
+    """Only the first samples and the last ones draw: none of those with which it goes on."""
+
+    def drawn(number: int) -> float:
+        return number + float(torch.rand(())) * (number < 16 or number >= 190)
+
+    def collate(samples: list[float]) -> torch.Tensor:
+        return torch.tensor([drawn(number) if where == "collate" else number for number in samples])  # type: ignore[arg-type]
+
+    def decode(number: int) -> Any:
+        return drawn(number) if where == "stream" else number
+
+    def read(mark: Mark | None, places: range) -> tuple[list[float], StreamReader]:
+        made = job(
+            ShardedStream([0], open=lambda _: range(200), decode=decode), shuffle=False, collate=collate,
+            microbatch_size=4,
+        )  # fmt: skip
+        stream = StreamReader(made)
+        if mark is not None:
+            stream.restore(mark)
+        reader, found = LeafReader(made, stream=stream), list[float]()
+        try:
+            for at in range(places.start, places.stop, 4):
+                found += reader._read_here(np.arange(at, at + 4), at).tensors[0].tolist()
+        finally:
+            reader._threads.shutdown()
+        return found, stream
+
+    whole, stream = read(None, range(200))
+    assert read(None, range(200))[0] == whole
+    kept = json.loads(json.dumps(stream.mark(100).as_json()))
+    assert kept["draws"] is True
+    assert read(Mark.of_json(kept), range(100, 200))[0] == whole[100:]
+    del kept["draws"]  # of an older program
+    assert read(Mark.of_json(kept), range(100, 188))[0] == whole[100:188]
+
+
+def test_a_dataset_that_keeps_and_changes_the_state_that_it_is_given() -> None:
+    class Keeps(IterableDataset[int]):
+        kept: dict[str, int] | None = None
+
+        def __iter__(self) -> Iterator[int]:
+            self.now, self.kept = self.kept or {"at": 0}, None
+            while self.now["at"] < 60:
+                self.now["at"] += 1
+                yield self.now["at"]
+
+        def state_dict(self) -> dict[str, int]:
+            return dict(self.now)
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.kept = state
+
+    def reader() -> StreamReader:
+        return StreamReader(job(Keeps(), shuffle=False))
+
+    first = reader()
+    whole = first.read(range(60))
+    mark = first.mark(30)
+    before = json.dumps(mark.as_json())
+    again = reader()
+    again.restore(mark)
+    assert again.read(range(30, 60)) == whole[30:]
+    assert json.dumps(mark.as_json()) == before
+    assert again.read(range(30, 60)) == whole[30:]
 
 
 def test_a_collate_that_draws_makes_no_other_stream_of_it() -> None:
@@ -323,6 +392,81 @@ def test_a_record_that_cannot_be_decoded_is_one_sample() -> None:
     with pytest.raises(ValueError, match="corrupt") as caught:
         reader.read([12, 13])
     assert getattr(caught.value, AT_FAULT) == 13
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_record_that_cannot_be_decoded_once_is_decoded_again(draws: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A file system that is away for a moment: the samples are those of a run in which it was not."""
+    fails: set[int] = set()
+
+    def decode(number: int) -> float:
+        drawn = float(torch.rand(())) if draws else 0.0
+        if number in fails:
+            fails.discard(number)
+            raise OSError("away")
+        if number == 13:
+            raise ValueError("corrupt")
+        return number + drawn
+
+    def read() -> tuple[list[float], StreamReader]:
+        made = job(ShardedStream([range(17), range(17, 40)], open=iter, decode=decode), shuffle=False)
+        reader = StreamReader(made)
+        bad = in_order_of(13)
+        return [reader.read([place])[0] for place in range(80) if place not in bad], reader
+
+    def in_order_of(number: int) -> list[int]:
+        made = StreamReader(job(ShardedStream([range(17), range(17, 40)], open=iter), shuffle=False))
+        return [place for place in range(80) if made.read([place]) == [number]]
+
+    expected, _ = read()
+    assert not caplog.records
+    fails |= {3, 12, 14, 22}
+    found, reader = read()
+    assert found == expected
+    assert not fails
+    assert len(caplog.records) == 4
+    assert "(OSError: away); decoded once more it was there" in caplog.records[0].getMessage()
+    with pytest.raises(ValueError, match="corrupt"):
+        reader.read(in_order_of(13)[-1:])
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_records_that_cannot_be_decoded_have_no_shard_read_again(draws: bool) -> None:
+    given: list[int] = []
+
+    def records(shard: range) -> Iterator[int]:
+        for number in shard:
+            given.append(number)
+            yield number
+
+    def decode(number: int) -> float:
+        if number % 100 == 70:
+            raise ValueError("corrupt")
+        return float(torch.rand(())) if draws else float(number)
+
+    reader = StreamReader(job(ShardedStream([range(2000)], open=records, decode=decode), shuffle=False))
+    for place in range(1900):
+        if place % 100 != 70:
+            reader.read([place])
+            reader.forget_before(place)
+    assert len(given) < 2200  # the first ones are read twice, for whether they are stable
+
+
+async def test_a_collate_that_fails_once_on_a_streams_samples_is_called_again() -> None:
+    fails = [True]
+
+    def collate(samples: list[int]) -> torch.Tensor:
+        if len(samples) == 3 and fails:
+            fails.clear()
+            raise OSError("away")
+        return torch.tensor(samples)
+
+    made = job(Made(lambda: iter(range(50))), collate=collate, shuffle=False)
+    reader = LeafReader(made, stream=StreamReader(made))
+    try:
+        assert (await reader.read(np.arange(3), 0)).tensors[0].tolist() == [0, 1, 2]
+    finally:
+        await reader.aclose()
 
 
 def nothing(_: Any) -> Any:

@@ -197,17 +197,17 @@ class LeafReader:
     def _outcome(self, indices: Any, seed: int) -> Read | Exception:
         """What is read, or what reading raised: of some exceptions asyncio would make others on the way to its loop."""
         try:
-            read = partial(self._read_here, indices, seed)
-            return read() if self._stream is not None else _tried_again(read)
+            return _tried_again(partial(self._read_here, indices, seed))
         except Exception as error:
             return error
 
     def _read_here(self, indices: Any, seed: int) -> Read:
         if self.gathers:
             return self.gather(indices)
-        if self._random is None:
+        draws = self._random if self._stream is None else self._stream.draws is not False
+        if draws is None:
             return self._probe(indices, seed)
-        if not self._random:
+        if not draws:
             return _fetch(self._job, indices, self._stream)
         with random_state():
             seed_all(seed)
@@ -217,7 +217,7 @@ class LeafReader:
         """Read as from a dataset that draws random numbers, and see whether it does."""
         found: list[Read] = []
         with self._probing:
-            if draws_random(lambda: found.append(_fetch(self._job, indices, self._stream)), seed):
+            if draws_random(lambda: found.append(_fetch(self._job, indices)), seed):
                 self._random = True
             self._steady += len(indices)
             if self._random is None and self._steady >= min(_STEADY_SAMPLES, self._job.num_samples or _STEADY_SAMPLES):
@@ -261,7 +261,15 @@ def _fetch(job: Job, indices: Any, stream: StreamReader | None = None) -> Read:
         if not known and (sample := _at_fault(job, numbers, samples, many)) is not None:
             error = marked(error, AT_FAULT, sample)
         raise error
+    if may_change_samples(job.collate):  # it may write into the same memory at its next call, or give the dataset's
+        return Read(structure, tuple(map(_own, tensors)))
     return Read(structure, tuple(map(on_host, tensors)))
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """``on_host``, in memory of its own."""
+    host = on_host(tensor)
+    return host.clone() if host.data_ptr() == tensor.data_ptr() else host
 
 
 def _read_all(came: list[Any], job: Job, numbers: list[int], many: Callable[[list[int]], Any] | None) -> Any:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from w5xde_async.errors import JobError, noted
+from w5xde_async.errors import JobError, noted, utf8
 from w5xde_async.plan.sampler import epoch_order
 from w5xde_async.users_code import users_code
+
+logger = logging.getLogger(__name__)
 
 
 class ShardedStream(IterableDataset[Any]):
@@ -90,6 +93,7 @@ class _Iteration:
         self.at = begin
         self.goes_on_after_errors = True  #: a record that cannot be decoded is the only one that is lost
         self.unopened = False  #: what ended it was ``open``, not a record
+        self.tried_again = False  #: a record could be decoded only at the second attempt
         self._opened: Any = None
         self._records: Iterator[Any] | None = None
 
@@ -124,13 +128,28 @@ class _Iteration:
             self.at = (turn, offset + 1)
             if self._decode is None:
                 return record
-            try:
-                with users_code():
-                    return self._decode(record)
-            except Exception as error:
-                error = noted(error, self._place(turn, offset))
-                raise error
+            return self._decoded(record, self._place(turn, offset))
         raise StopIteration
+
+    def _decoded(self, record: Any, place: str) -> Any:
+        """A record is at fault only if it raises a second time, as a sample is that is read by index."""
+        assert self._decode is not None
+        try:
+            with users_code():
+                return self._decode(record)
+        except MemoryError:
+            raise
+        except Exception as error:
+            why = utf8(f"{type(error).__name__}: {error}"[:200])
+        try:
+            with users_code():
+                found = self._decode(record)
+        except Exception as error:
+            error = noted(error, place)
+            raise error
+        self.tried_again = True
+        logger.warning("a record could not be decoded, %s (%s); decoded once more it was there", place, why)
+        return found
 
     def _place(self, turn: int, offset: int) -> str:
         return f"at record {offset} of shard {self._shards[turn]!r:.200}"

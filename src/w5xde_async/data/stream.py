@@ -24,6 +24,7 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -63,6 +64,7 @@ class Mark:
     offset: int = 0  # samples of its epoch before it
     state: Any = None
     digest: str = ""  # of the window; without a "/" of its first samples alone; "": not known
+    draws: bool | None = None  # what is known of whether random numbers are drawn: ``StreamReader.draws``
 
     def as_json(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -72,7 +74,9 @@ class Mark:
     def of_json(cls, kept: Mapping[str, Any]) -> Mark:
         """Raises KeyError, TypeError, ValueError."""
         numbers = {name: int(kept[name]) for name in ("place", "epoch", "offset")}
-        return cls(**numbers, state=kept["state"], digest=str(kept["digest"]))
+        draws = kept.get("draws")  # older ones lack it
+        draws = None if draws is None else bool(draws)
+        return cls(**numbers, state=kept["state"], digest=str(kept["digest"]), draws=draws)
 
 
 def _close(iterator: Iterator[Any]) -> None:
@@ -124,6 +128,7 @@ class StreamReader:
     def __init__(self, job: Job) -> None:
         self._dataset, self._collate = job.dataset, job.collate
         self._copies = may_change_samples(job.collate)  # of samples that may be read again
+        self._leaf_samples = job.leaf_samples
         self._seed, self._shuffle, self._length = job.seed, job.shuffle, job.num_samples
         self._together = job.shuffle_buffer if job.shuffle else 1
         self._window = self._together * -(-LEAST_WINDOW // self._together)
@@ -139,8 +144,9 @@ class StreamReader:
         self._by_state = False  # the iterator began at a state
         self._ended = False  # it has said that the epoch is over: some begin anew after that
         self._failed: Exception | None = None  # what it raised last, if it has given nothing since
-        self._random: bool | None = None  # whether it draws random numbers; None: not known yet
-        self._steady = 0  # samples read so far without a random number
+        #: Whether the stream or the job's collate draws random numbers; None: not known yet. It is found in the first
+        #: 64 samples, and goes with a mark: who resumes there reads as if nothing had happened.
+        self.draws: bool | None = None
 
     def read(self, places: Sequence[int]) -> list[Any]:
         """The samples at ``places``, in their order.
@@ -160,7 +166,7 @@ class StreamReader:
     def mark(self, place: int) -> Mark:
         """The last mark at or before ``place``."""
         with self._lock:
-            return self._marks[max(0, self._behind(place) - 1)]
+            return replace(self._marks[max(0, self._behind(place) - 1)], draws=self.draws)
 
     def forget_before(self, place: int) -> None:
         """No place before this one will be read any more."""
@@ -172,6 +178,7 @@ class StreamReader:
         with self._lock:
             self._marks = [mark]
         self._here, self._restored = mark, mark.place
+        self.draws = mark.draws
 
     def close(self) -> None:
         """Let go of what is open. A later ``read`` opens it again."""
@@ -207,7 +214,7 @@ class StreamReader:
         if not here.place and not self._marks[0].digest:
             self._read_twice()
         self._here = here
-        samples = self._seeded(partial(self._take, here), here)
+        samples = self._taken(here)
         if not self._compare(replace(here, digest=self._digest(samples)), len(samples)):
             return
         if not samples:
@@ -309,7 +316,7 @@ class StreamReader:
             source.set_epoch(here.epoch)
         if here.offset:
             try:
-                source.load_state_dict(here.state)
+                source.load_state_dict(copy.deepcopy(here.state))  # it may keep it, and change it
                 return source, iter(source)
             except Exception as error:
                 self._trusted = False
@@ -342,21 +349,44 @@ class StreamReader:
         except (TypeError, ValueError, RecursionError):
             return None
 
+    def _taken(self, here: Mark) -> list[Any]:
+        """A window's samples. Where a record of ``ShardedStream`` was decoded at the second attempt, and random numbers
+        are drawn, it is read once more: the first attempt may have drawn some."""
+        samples = self._seeded(partial(self._take, here), here)
+        begins_again = not here.offset or (self._trusted and here.state is not None)
+        if self.draws is False or not begins_again or not getattr(self._iterator, "tried_again", False):
+            return samples
+        self.close()
+        return self._seeded(partial(self._take, here), here)
+
     def _seeded(self, take: Callable[[], list[Any]], here: Mark) -> list[Any]:
         """What ``take`` gives; if the stream draws random numbers, the same whenever it is read."""
         seed, found = seed_for("stream", self._seed, here.epoch, here.offset), list[Any]()
-        if self._random is None:
-            if draws_random(lambda: found.extend(take()), seed):
-                self._random = True
-            self._steady += len(found)
-            if self._random is None and self._steady >= _STEADY_SAMPLES:
-                self._random = False
+        if self.draws is None:
+
+            def look() -> None:
+                found.extend(take())
+                self._collate_all(found)
+
+            if draws_random(look, seed):
+                self.draws = True
+            elif here.place + len(found) >= _STEADY_SAMPLES:
+                self.draws = False
             return found
-        if not self._random and here.offset:  # many draw an order at the beginning of an epoch, and nothing else
+        if not self.draws and here.offset:  # many draw an order at the beginning of an epoch, and nothing else
             return take()
         with random_state():
             seed_all(seed)
             return take()
+
+    def _collate_all(self, samples: Sequence[Any]) -> None:
+        """Collate them by leaves, to see whether that draws."""
+        if not may_change_samples(self._collate):
+            return
+        readable = [sample for sample in samples if not isinstance(sample, _Unreadable)]
+        for at in range(0, len(readable), self._leaf_samples):
+            with users_code(), suppress(Exception):  # it is told where a leaf is read
+                collated(self._collate, readable, range(at, min(at + self._leaf_samples, len(readable))))
 
     def _read_twice(self) -> None:
         """Read the first samples once before all others: that a stream is not stable is better known now."""
