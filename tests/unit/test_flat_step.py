@@ -92,12 +92,15 @@ class Beside:
         flat = self.rule._flat
         return flat is not None and flat._for is not None
 
-    def step(self, untouched: frozenset[int] = frozenset(), *, rate_factor: float = 1.0) -> None:
+    def step(
+        self, untouched: frozenset[int] = frozenset(), *, rate_factor: float = 1.0,
+        draw: Callable[[torch.Size], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         root = ResultVector(self.layout)
         root.reset()
         for index, (gradient, plain) in enumerate(zip(root.gradients, self.plain, strict=True)):
             assert gradient is not None
-            drawn = torch.randn(plain.shape, generator=self.generator)
+            drawn = torch.randn(plain.shape, generator=self.generator) if draw is None else draw(plain.shape)
             plain.grad = None if index in untouched else drawn
             if index not in untouched:
                 gradient.copy_(drawn)
@@ -402,12 +405,92 @@ def test_a_machine_whose_kernels_see_it_otherwise_steps_parameter_by_parameter(
         assert not beside.is_flat
 
 
-def test_without_an_eps_zeros_between_parameters_would_not_stay_zeros() -> None:
-    beside = Beside(lambda of: torch.optim.Adam(of, lr=0.1, eps=0.0))
-    for _ in range(4):
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda of: torch.optim.Adam(of, lr=0.1, eps=0.0),
+        lambda of: torch.optim.Adagrad(of, lr=0.1, eps=0.0, initial_accumulator_value=0.1),
+        lambda of: torch.optim.RAdam(of, lr=0.1, eps=1e-60),  # no number of float32
+        lambda of: torch.optim.Adam(
+            [{"params": of[:2]}, {"params": of[2:], "eps": 1e-60}], lr=0.1
+        ),
+    ],
+    ids=["adam", "adagrad", "radam", "of one group"],
+)  # fmt: skip
+def test_without_an_eps_zeros_between_parameters_would_not_stay_zeros(optimizer: Make) -> None:
+    beside = Beside(optimizer)
+    for _ in range(9):
         beside.step()
         beside.check()
     assert not beside.is_flat
+    assert beside.state.trains_finite
+
+
+def drawn_optimizer(chance: random.Random) -> Make:
+    """One of torch's, whose groups differ in what they are set to."""
+    beta, eps, decay = lambda: chance.choice([0.0, 0.5, 0.9]), lambda: chance.choice([1e-8, 1e-45, 1e-60]), [0.0, 0.1]
+    settings: dict[Any, Callable[[], dict[str, Any]]] = {
+        torch.optim.Adam: lambda: {"betas": (beta(), 0.99), "eps": eps(), "amsgrad": chance.random() < 0.5},
+        torch.optim.AdamW: lambda: {"betas": (beta(), 0.99), "eps": eps(), "maximize": chance.random() < 0.5},
+        torch.optim.NAdam: lambda: {"betas": (beta(), 0.99), "eps": eps()},
+        torch.optim.RAdam: lambda: {"betas": (beta(), chance.choice([0.9, 0.99])), "eps": eps()},
+        torch.optim.Adamax: lambda: {"betas": (beta(), 0.99), "eps": eps()},
+        torch.optim.Adagrad: lambda: {"initial_accumulator_value": chance.choice(decay), "eps": eps()},
+        torch.optim.RMSprop: lambda: {"centered": chance.random() < 0.5, "momentum": beta()},
+        torch.optim.Adadelta: lambda: {"rho": beta()},
+        torch.optim.SGD: lambda: {"momentum": beta()},
+    }
+    optimizer = chance.choice(list(settings))
+    groups = [{"weight_decay": chance.choice(decay), **settings[optimizer]()} for _ in range(chance.randint(1, 3))]
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        every = len(groups)
+        made: torch.optim.Optimizer = optimizer(
+            [{"params": parameters[number::every], **group} for number, group in enumerate(groups)], lr=0.1
+        )
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_any_setting_with_any_gradients(seed: int) -> None:
+    """Among them zeros of both signs, and what is next to zero."""
+    chance = random.Random(seed)
+    shapes = tuple((chance.choice([1, 2, 3, 5, 8, 17, 33]),) for _ in range(chance.randint(3, 9)))
+    beside = Beside(drawn_optimizer(chance), shapes=shapes)
+    for mine, plain in zip(beside.model.parameters(), beside.plain, strict=True):
+        scale = chance.choice([1.0, 1.0, 0.0, -0.0, 1e-40])
+        for parameter in (mine, plain):
+            parameter.data.mul_(scale)
+    for _ in range(10):
+        beside.step(
+            draw=lambda of: (
+                torch.randn(of, generator=beside.generator) * chance.choice([1.0, 0.0, -0.0, 1e-39, 1e-20, 1e10])
+            )
+        )
+        if not all(parameter.isfinite().all() for parameter in beside.plain):
+            break  # a plain loop's are so too
+        beside.check()
+        assert beside.state.trains_finite
+
+
+@pytest.mark.parametrize("in_first", [True, False])
+def test_averages_of_a_last_gradient_alone_keep_the_signs_of_their_zeros(in_first: bool) -> None:
+    """``betas=(0, ...)``, as generative adversarial networks have them: then torch's vectors and what is left of them
+    have zeros of different signs. Of two groups the second may be the only such one."""
+    betas = [(0.0, 0.9), (0.9, 0.9)] if in_first else [(0.9, 0.9), (0.0, 0.9)]
+
+    def adam(of: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(
+            [{"params": of[:3], "betas": betas[0]}, {"params": of[3:], "betas": betas[1]}], lr=0.1
+        )  # fmt: skip
+
+    beside = Beside(adam, shapes=((3,),) * 6)
+    signs = random.Random(0)
+    for _ in range(12):
+        beside.step(draw=lambda of: torch.zeros(of).mul_(signs.choice([1.0, -1.0])))
+        beside.check()
 
 
 @pytest.mark.parametrize("change", ["half", "transposed"])

@@ -109,8 +109,18 @@ def test_a_checkpoint_holds_what_has_come_and_no_empty_row() -> None:
     empty = stored(CoordinateMedian(NUMEL, 64).state_dict())
     other.load_state_dict(empty)
     assert other.count == 0
-    with pytest.raises(ValueError, match="does not fit"):
-        CoordinateMedian(NUMEL, 2).load_state_dict(state)
+    smaller = CoordinateMedian(NUMEL, 2)
+    smaller.load_state_dict(state)
+    assert smaller.full
+    assert torch.equal(smaller.take(), average(CoordinateMedian(NUMEL, 64), results))
+    average(smaller, results[:2])
+    for result in results[:2]:
+        assert not smaller.full
+        smaller.add(result, samples=1, weight=1.0)
+    assert smaller.full
+    for other in (CoordinateMedian(NUMEL + 1, 64), CoordinateMedian(NUMEL + 1, 2)):
+        with pytest.raises(ValueError, match="does not fit"):
+            other.load_state_dict(state)
 
 
 # -- planted outliers: 20 % of the results are bad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,15 +23,20 @@ def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
+def linear() -> nn.Module:
+    return nn.Linear(4, 3)
+
+
 def rule_of(
-    scheduler: Any = None, optimizer: Callable[[nn.Module], torch.optim.Optimizer] = plain_sgd, **update: Any
-) -> OuterRule:
+    scheduler: Any = None, optimizer: Callable[[nn.Module], torch.optim.Optimizer] = plain_sgd,
+    made: Callable[[], nn.Module] = linear, **update: Any,
+) -> OuterRule:  # fmt: skip
     data = TensorDataset(torch.zeros(8, 4), torch.zeros(8))
     job = Job(
-        model=lambda: nn.Linear(4, 3), dataset=data, loss=nn.functional.mse_loss, max_steps=1, batch_size=8,
+        model=made, dataset=data, loss=nn.functional.mse_loss, max_steps=1, batch_size=8,
         optimizer=optimizer, scheduler=scheduler,
     )  # fmt: skip
-    model = nn.Linear(4, 3)
+    model = made()
     layout = Layout.of(model, bucket_bytes=64 << 10)
     state = FlatState(layout)
     state.copy_from(model)
@@ -67,6 +73,25 @@ def test_an_average_that_keeps_its_results_closes_the_round_when_it_is_full() ->
             assert rule.pending(0) == 64
             rule.commit(0)
     assert rule.version == 3
+
+
+@pytest.mark.parametrize("rule", ["async", "local"])
+@pytest.mark.parametrize("average", ["mean", "median"])
+@pytest.mark.parametrize("results", [3, 6, 12])
+def test_a_round_that_a_kill_has_left_open_may_be_of_fewer_results_now(rule: str, average: str, results: int) -> None:
+    before = rule_of(rule=rule, average=average, results_per_step=8)
+    for step in range(6):
+        assert before.offer(contribution(before, step)).accepted
+    after = rule_of(rule=rule, average=average, results_per_step=results)
+    after.load_state_dict(before.state_dict())
+    assert after.pending(0) == 6
+    if rule == "async" or average == "median":
+        assert after.due == (results <= 6)
+    after.commit(0)
+    for step in range(6, 6 + results):
+        assert not after.due
+        assert after.offer(contribution(after, step)).accepted
+    assert after.due or (rule == "local" and average == "mean")
 
 
 def test_a_state_of_another_rule_is_refused() -> None:
@@ -157,6 +182,69 @@ def test_results_stay_when_the_step_of_them_is_refused() -> None:
     rule.commit(0)
     assert rule.pending(0) == 0
     assert not torch.equal(rule.parameters, before)
+
+
+class Tracked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("copied", torch.zeros(4))
+
+
+def test_a_hook_of_the_optimizer_sees_the_merged_buffers_and_what_it_writes_stays() -> None:
+    def clamping(model: nn.Module) -> torch.optim.Optimizer:
+        made = plain_sgd(model)
+
+        @torch.no_grad()
+        def clamp(*_: Any) -> None:
+            model.get_buffer("mean").clamp_(max=1.5)
+            model.get_buffer("copied").copy_(model.get_buffer("mean"))
+
+        made.register_step_post_hook(clamp)
+        return made
+
+    def offer(step: int, change: float, version: int) -> None:
+        given = replace(contribution(rule, step), version=version)
+        for index, entry in enumerate(rule.layout.entries):
+            if entry.name == "mean":
+                given.vector.entry(index).fill_(8 * change)
+        assert rule.offer(given).accepted
+        applied = rule.commit(0)
+        assert applied is not None
+        assert set(applied.changed) == {bucket.index for bucket in rule.layout.buckets}
+
+    rule = rule_of(optimizer=clamping, made=Tracked, rule="async")
+    (mean, copied) = [
+        view for view, entry in zip(rule.state.views, rule.layout.entries, strict=True) if entry.role != "grad"
+    ]
+    for step, value in enumerate((1.0, 1.5, 1.5)):
+        offer(step, 1.0, step)
+        assert mean.eq(value).all()
+        assert torch.equal(mean, copied)
+    offer(3, -0.5, 2)  # it began with what the hook had written, and counts for less
+    torch.testing.assert_close(mean, torch.full((4,), 1.5 - 0.5 * 2**-0.5))
+    assert torch.equal(mean, copied)
+
+
+def test_what_a_hook_alone_has_changed_is_known_to_later_results() -> None:
+    def counting(model: nn.Module) -> torch.optim.Optimizer:
+        made = plain_sgd(model)
+        made.register_step_post_hook(lambda *_: model.get_buffer("mean").add_(1.0))
+        return made
+
+    rule = rule_of(optimizer=counting, made=Tracked, rule="async")
+    (index,) = [index for index, entry in enumerate(rule.layout.entries) if entry.name == "mean"]
+    for step in range(3):
+        given = contribution(rule, step)
+        present = [bucket.group == rule.group for bucket in rule.layout.result_buckets]
+        assert rule.offer(replace(given, present=present)).accepted
+        rule.commit(0)
+    late = replace(contribution(rule, 3), version=2)
+    late.vector.entry(index).fill_(8 * 0.25)
+    assert rule.offer(late).accepted
+    rule.commit(0)
+    torch.testing.assert_close(rule.state.views[index], torch.full((4,), 3.0 + 2**-0.5 * (2.25 - 3.0) + 1.0))
 
 
 def test_what_got_no_gradient_is_not_stepped_after_a_restart_either() -> None:

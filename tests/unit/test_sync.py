@@ -80,7 +80,7 @@ class Bench:
 
     def apply(
         self, sums: dict[str, Tensor], samples: int = 8, buffers: dict[str, Tensor] | None = None,
-        rate_factor: float = 1.0, expected: random.Random | None = None,
+        rate_factor: float = 1.0, expected: random.Random | None = None, step: int = 0,
     ) -> Any:  # fmt: skip
         """``sums`` per trainable parameter; what is missing got no gradient.
 
@@ -103,7 +103,7 @@ class Bench:
                 root.buckets[bucket.index].fill_(-7)
         untouched = {index for index in self.layout.trainable if index not in touched}
         if expected is None:
-            return self.rule.apply(root, present, samples, untouched, rate_factor=rate_factor)
+            return self.rule.apply(root, present, samples, untouched, step=step, rate_factor=rate_factor)
         lie = [_addends(piece, there, expected) for piece, there in zip(root.buckets, present, strict=True)]
         before = [[piece.clone() for piece in those] for those in lie]
         for bucket in self.layout.result_buckets:
@@ -244,6 +244,34 @@ def test_an_optimizer_without_a_rate_makes_its_steps(unset: dict[str, Any]) -> N
     before = bench.state.digest()
     assert [bench.apply(gradients(0), rate_factor=factor).learning_rate for factor in (1.0, 2.0)] == [None, None]
     assert bench.state.digest() != before
+
+
+@pytest.mark.parametrize("rate", [1.0, torch.tensor(1.0)])
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+@pytest.mark.parametrize("how", ["step", "hook"])
+def test_a_rate_that_the_optimizer_sets_itself_is_kept_in_a_grown_batch(rate: Any, factor: float, how: str) -> None:
+    def adapt(made: torch.optim.Optimizer, *_: Any) -> None:
+        for group in made.param_groups:
+            group["lr"] = group["lr"] * 0.5
+
+    class Adapting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step()
+            adapt(self)
+
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        of = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if how == "step":
+            return Adapting(of, lr=rate)
+        made = torch.optim.SGD(of, lr=rate)
+        made.register_step_post_hook(adapt)
+        return made
+
+    bench = Bench(optimizer=make)
+    for step in range(3):
+        bench.apply(gradients(step), rate_factor=factor)
+    assert float(bench.rule.optimizer.param_groups[0]["lr"]) == 0.125
+    assert float(rate) == 1.0
 
 
 def test_the_norm_is_that_of_the_mean_gradient_before_clipping() -> None:
@@ -707,6 +735,39 @@ def test_an_optimizer_that_has_not_drawn_in_64_steps_waits_for_nobody(first: flo
             made.apply(gradients(step))
         digests.add(made.state.digest())
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("first", [0, 3, 30, math.inf])
+def test_a_resume_knows_whether_the_optimizer_has_drawn(first: float) -> None:
+    """It draws in one step of a hundred, or never: what was found holds, and so does how long it was looked for."""
+
+    class Seldom(Own):
+        def step(self, closure: Any = None) -> Any:
+            drew = self.steps % 100 == self.first
+            self.steps, self.first = self.steps + 1, -1 if drew else math.inf
+            super().step()
+            self.steps, self.first = self.steps - 1, first
+
+    def bench() -> Bench:
+        return Bench(optimizer=lambda model: Seldom([p for p in model.parameters() if p.requires_grad], first))
+
+    def go_on(made: Bench, steps: range) -> str:
+        for step in steps:
+            torch.rand(())  # somebody else's
+            made.apply(gradients(step), step=step)
+        return made.state.digest()
+
+    for resumed_at in (2, 20, 70):
+        whole, broken, other = bench(), bench(), bench()
+        go_on(whole, range(resumed_at))
+        go_on(broken, range(resumed_at))
+        for mine, theirs in zip(other.state.groups, broken.state.groups, strict=True):
+            mine.copy_(theirs)
+        other.rule.load_state_dict(broken.rule.state_dict())
+        other.rule.optimizer.steps = resumed_at  # type: ignore[attr-defined]
+        assert other.rule.may_draw == whole.rule.may_draw
+        assert go_on(other, range(resumed_at, 140)) == go_on(whole, range(resumed_at, 140))
+        assert other.rule.may_draw == whole.rule.may_draw == (first < 64)
 
 
 def test_torchs_own_wait_for_nobody_and_hooks_count_as_somebodys_own() -> None:

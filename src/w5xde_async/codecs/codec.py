@@ -11,7 +11,8 @@ Invariants of every codec:
 - A bucket that holds NaN or infinity decodes to one that is not finite: the finite check of the update rule
   sees it. Finite values decode to finite ones (except ``bf16`` above 3.39e38,
   ``int8`` and ``sign`` within a millionth of the largest float32).
-- ``add_to`` with ``alpha`` 1 or -1 gives the bits of ``decode`` followed by an addition.
+- ``add_to`` with ``alpha`` 1 or -1 gives the bits of ``decode`` followed by an addition, but for the sign of zeros
+  where sparse codecs leave a value out and ``alpha`` is -1.
 - The same input gives the same bytes on the same machine, with any number of threads.
 
 Values and bytes are tensors on one device, any device; bytes are little-endian and so must the machine be. What is

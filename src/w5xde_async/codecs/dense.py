@@ -3,8 +3,8 @@
 | codec | bytes of n values | error |
 |---|---|---|
 | raw | 4 n | none |
-| bf16 | 2 n | relative 2^-9 at most, to nearest even (absolute 2^-134 below 2^-126); above 3.39e38 infinite |
-| fp16 | 2 n | relative 2^-12 at most between 6.1e-5 and 65504, absolute 2^-25 below |
+| bf16 | 2 n | relative 2^-8 at most, to nearest even (absolute 2^-134 below 2^-126); above 3.39e38 infinite |
+| fp16 | 2 n | relative 2^-11 at most between 6.1e-5 and 65504, absolute 2^-25 below |
 
 fp16 **saturates**: a finite value beyond 65504 becomes 65504 with its sign. NaN and infinity stay what they are, each
 value for itself.

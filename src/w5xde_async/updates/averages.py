@@ -48,6 +48,11 @@ class Average(Protocol):
         """Continue from ``state_dict``. Raises ValueError where it belongs to another average."""
 
 
+def _check_name(name: str, state: Mapping[str, Any]) -> None:
+    if state["average"] != name:
+        raise ValueError(f"the checkpoint has the average {state['average']!r}, not {name!r}")
+
+
 class WeightedMean:
     """sum(w_i n_i x_i) / sum(n_i): staleness weights w shrink the whole, they do not only shift it.
 
@@ -60,38 +65,33 @@ class WeightedMean:
 
     def __init__(self, numel: int) -> None:
         self._sum = torch.zeros(numel)
-        self._unit = self._samples = self._count = 0
+        self._unit = self._samples = self.count = 0
 
     full = False
 
-    @property
-    def count(self) -> int:
-        return self._count
-
     def add(self, vector: Tensor, *, samples: int, weight: float) -> None:
-        if not self._count:
+        if not self.count:
             self._unit, self._samples = samples, 0
             torch.mul(vector, weight, out=self._sum)
         else:
             self._sum.add_(vector, alpha=weight * samples / self._unit)
         self._samples += samples
-        self._count += 1
+        self.count += 1
 
     def take(self) -> Tensor:
-        self._count = 0
+        self.count = 0
         return self._sum.div_(self._samples / self._unit)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "average": self.name, "sum": self._sum, "unit": self._unit, "samples": self._samples, "count": self._count,
+            "average": self.name, "sum": self._sum, "unit": self._unit, "samples": self._samples, "count": self.count,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError for the state of another average."""
-        if state["average"] != self.name:
-            raise ValueError(f"the checkpoint has the average {state['average']!r}, not {self.name!r}")
+        _check_name(self.name, state)
         restore_(self._sum, state["sum"], "the sum")
-        self._unit, self._samples, self._count = int(state["unit"]), int(state["samples"]), int(state["count"])
+        self._unit, self._samples, self.count = int(state["unit"]), int(state["samples"]), int(state["count"])
 
 
 class RadialDirectionalAverage:
@@ -113,22 +113,18 @@ class RadialDirectionalAverage:
         self._directions = torch.zeros(numel)
         self._lengths = torch.zeros(len(self._tensors), dtype=torch.float64)
         self._weight = 0.0
-        self._count = 0
+        self.count = 0
 
     full = False
 
-    @property
-    def count(self) -> int:
-        return self._count
-
     def add(self, vector: Tensor, *, samples: int, weight: float) -> None:
-        if not self._count:
+        if not self.count:
             self._directions.zero_()
             self._lengths.zero_()
             self._weight = 0.0
         weight *= samples
         self._weight += weight
-        self._count += 1
+        self.count += 1
         for index, (start, stop) in enumerate(self._tensors):
             piece = vector[start:stop]
             length = float(torch.linalg.vector_norm(piece))
@@ -138,7 +134,7 @@ class RadialDirectionalAverage:
                 self._lengths[index] += weight * length
 
     def take(self) -> Tensor:
-        self._count = 0
+        self.count = 0
         for index, (start, stop) in enumerate(self._tensors):
             piece = self._directions[start:stop]
             length = float(torch.linalg.vector_norm(piece))
@@ -152,16 +148,15 @@ class RadialDirectionalAverage:
     def state_dict(self) -> dict[str, Any]:
         return {
             "average": self.name, "directions": self._directions, "lengths": self._lengths, "weight": self._weight,
-            "count": self._count,
+            "count": self.count,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError for the state of another average."""
-        if state["average"] != self.name:
-            raise ValueError(f"the checkpoint has the average {state['average']!r}, not {self.name!r}")
+        _check_name(self.name, state)
         restore_(self._directions, state["directions"], "the sum of directions")
         restore_(self._lengths, state["lengths"], "the sum of lengths")
-        self._weight, self._count = float(state["weight"]), int(state["count"])
+        self._weight, self.count = float(state["weight"]), int(state["count"])
 
 
 class CoordinateMedian:
@@ -180,27 +175,23 @@ class CoordinateMedian:
         """``rows``: most results that it has room for, at least 1. Raises ValueError for less."""
         if rows < 1:
             raise ValueError("a buffer has room for at least one result")
-        self._rows = torch.zeros(rows, numel)
+        self._room, self._rows = rows, torch.zeros(rows, numel)
         self._result = torch.zeros(numel)
-        self._count = 0
-
-    @property
-    def count(self) -> int:
-        return self._count
+        self.count = 0
 
     @property
     def full(self) -> bool:
-        return self._count == len(self._rows)
+        return self.count >= self._room
 
     def add(self, vector: Tensor, *, samples: int, weight: float) -> None:
         """Raises ValueError where there is no room for another result."""
         if self.full:
-            raise ValueError(f"more than {self._count} results in one buffer")
-        self._rows[self._count].copy_(vector)
-        self._count += 1
+            raise ValueError(f"more than {self.count} results in one buffer")
+        self._rows[self.count].copy_(vector)
+        self.count += 1
 
     def take(self) -> Tensor:
-        rows, self._count = self._rows[: self._count], 0
+        rows, self.count = self._rows[: self.count], 0
         middle = slice((len(rows) - 1) // 2, len(rows) // 2 + 1)
         for start in range(0, len(self._result), _CHUNK):
             piece = rows[:, start : start + _CHUNK]
@@ -209,15 +200,16 @@ class CoordinateMedian:
         return self._result
 
     def state_dict(self) -> dict[str, Any]:
-        return {"average": self.name, "rows": self._rows[: self._count], "count": self._count}
+        return {"average": self.name, "rows": self._rows[: self.count], "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError for the state of another average."""
-        if state["average"] != self.name:
-            raise ValueError(f"the checkpoint has the average {state['average']!r}, not {self.name!r}")
-        count = int(state["count"])
+        _check_name(self.name, state)
+        count = len(state["rows"])
+        if count > len(self._rows):  # there was room for more
+            self._rows = torch.zeros(count, len(self._result))
         restore_(self._rows[:count], state["rows"], "the buffer")
-        self._count = count
+        self.count = count
 
 
 def _sort_rows_(rows: Tensor) -> None:

@@ -41,7 +41,8 @@ _MOST_WAIT = 64
 _ALIGN = ALIGN_BYTES // 4  # values
 _TRIED = (141, 64, *[31] * 16)  # values of parameters on which the kernels are tried: mostly what is left of a vector
 _TRIED_PIECE = 96
-_TRIED_STEPS, _TRIED_RATE = 4, 0.1
+_TRIED_IDLE = 0.25  # of the values
+_TRIED_STEPS, _TRIED_RATE = 7, 0.1  # RAdam's sixth is the first that divides
 
 _Kind = tuple[tuple[str, torch.dtype | None, float], ...]
 #: What is untouched in a step, and by group, whether it has momentum: SGD's state begins when it has.
@@ -94,6 +95,8 @@ class FlatStep:
         groups = self._optimizer.param_groups
         if any(group.get("differentiable") or group.get("fused") for group in groups):
             return False
+        if any(isinstance(eps := group.get("eps"), float | int) and _is_zero(eps) for group in groups):
+            return False  # the zeros between parameters would be divided by themselves
         held = [id(parameter) for group in groups for parameter in group["params"]]
         if len(held) > len(set(held)):  # one that is named twice is stepped twice
             return False
@@ -292,6 +295,19 @@ def _in_place_of(
             group["params"] = kept
 
 
+def _is_zero(value: float) -> bool:
+    return not torch.tensor(value, dtype=torch.float32)
+
+
+def _switches(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What of a group says by which of its operations an optimizer steps it."""
+    return tuple(
+        tuple(map(bool, value)) if isinstance(value, tuple) else bool(value)
+        for name, value in group.items()
+        if name != "params"
+    )
+
+
 def _same_bits(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a few steps over pieces of a stretch come to the bits of those over its parameters, and leave the zeros
     between these alone. This is tried with every kind of group, as it is set now, but for its learning rate, which may
@@ -299,9 +315,10 @@ def _same_bits(optimizer: torch.optim.Optimizer) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(zeros: float) -> Tensor:
-        """Of many sizes, so that rounding shows in what is added."""
+        """Of many sizes, so that rounding shows in what is added; some are zeros of either sign, always the same."""
         sizes = torch.rand(numel, generator=generator).mul_(5.0).sub_(4.0)
-        return torch.randn(numel, generator=generator).mul_(10.0**sizes).masked_fill_(between, zeros)
+        values = torch.randn(numel, generator=generator).mul_(10.0**sizes)
+        return torch.where(idle, values.mul(0.0), values).masked_fill_(between, zeros)
 
     places, numel = [], 0
     for size in _TRIED:
@@ -310,11 +327,12 @@ def _same_bits(optimizer: torch.optim.Optimizer) -> bool:
     between = torch.ones(numel, dtype=torch.bool)
     for place in places:
         between[place] = False
-    flats: dict[tuple[bool, ...], Tensor] = {}  # by what switches an optimizer's code
+    idle = torch.rand(numel, generator=generator) < _TRIED_IDLE
+    flats: dict[tuple[Any, ...], Tensor] = {}  # by what switches an optimizer's code
     apart: list[list[nn.Parameter]] = []
     pieces: list[list[nn.Parameter]] = []
     for group in optimizer.param_groups:
-        way = tuple(bool(value) for name, value in group.items() if name != "params")
+        way = _switches(group)
         known = way in flats
         flat = flats.setdefault(way, drawn(0.0))
         apart.append([] if known else [nn.Parameter(flat[place].clone()) for place in places])

@@ -169,6 +169,10 @@ class _Buffers:
         self._values, self._weights, self._samples, self._moved = {}, {}, {}, {}
         return changed
 
+    def note_changed(self, buckets: Iterable[int]) -> None:
+        """The commit has changed these, too."""
+        self._changed |= frozenset(buckets)
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "values": dict(self._values), "weights": dict(self._weights), "samples": dict(self._samples),
@@ -368,12 +372,16 @@ class _Asynchronous(OuterRule):
         schedules = results >= per
         self._root.group(self.group).copy_(self._rule.take(early=True))
         applied = self._inner.apply(
-            self._root, self._present, 1, self._untouched or (), step=self.version, schedules=schedules
-        )
-        if not applied.skipped:
+            self._root, self._present, 1, self._untouched or (), step=self.version, schedules=schedules,
+            merge_buffers=self._buffers.apply,
+        )  # fmt: skip
+        if applied.skipped:
+            applied = replace(applied, changed=tuple(self._buffers.apply()))
+        else:
             self._unscheduled = results - per if schedules else results
+            self._buffers.note_changed(applied.changed)
         self._untouched = None
-        return replace(applied, changed=tuple(sorted({*applied.changed, *self._buffers.apply()})))
+        return replace(applied, changed=tuple(sorted(applied.changed)))
 
     def _rule_state(self) -> dict[str, Any]:
         return {

@@ -155,7 +155,7 @@ class SyncRule:
         self._is_foreign = is_foreign(optimizer)
         self._held = optimizers_in(optimizer)
         self._places = [parameter.data for _, parameter in self._parameters] if self._is_foreign else []
-        # Whether a step calls code that is not torch's, whether that has drawn, and steps in which it has not.
+        # Whether a step calls code that is not torch's, whether that has drawn, and how many steps have been made.
         self._own_code = self._is_foreign or has_hooks(optimizer) or any(map(is_foreign, parts_of(scheduler)))
         self._untrained = untrained if self._own_code else None
         self._drew, self._steady, self._seed = False, 0, seed
@@ -240,6 +240,7 @@ class SyncRule:
     def apply(
         self, root: ResultVector, present: Sequence[bool], samples: int, untouched: Collection[int], *,
         step: int = 0, addends: Sequence[Addends] | None = None, rate_factor: float = 1.0, schedules: bool = True,
+        merge_buffers: Callable[[], Iterable[int]] = lambda: (),
     ) -> Applied:  # fmt: skip
         """Apply one step's sum. ``present`` per result bucket; ``untouched`` entries got no gradient from any leaf.
 
@@ -247,7 +248,9 @@ class SyncRule:
         ``addends``: what each bucket is the sum of, where that is not ``root`` for all of them; gradients' are only
         read.
         ``rate_factor`` multiplies every group's learning rate in this one optimizer step; the scheduler never sees it,
-        nor a step that does not count in it (``schedules``). Raises SchedulerFailed.
+        nor a step that does not count in it (``schedules``). ``merge_buffers`` changes buffers that are not in
+        ``root``, before the optimizer steps, unless the step is skipped; it says in which buckets. Raises
+        SchedulerFailed.
         """
         self.prepare()
         rate = rate_of(self.optimizer)
@@ -286,6 +289,7 @@ class SyncRule:
             if present[bucket.index]:
                 self._buffers.write(bucket, root.buckets[bucket.index], samples)
                 changed.append(bucket.index)
+        changed.extend(merge_buffers())
         if self._untrained is not None:
             self._untrained.look()
         make = partial(self._flat.step, gradients) if self._flat is not None and flat else self.optimizer.step
@@ -438,13 +442,16 @@ class SyncRule:
     def _step_at(self, make: Callable[[], object], rate_factor: float) -> None:
         groups = [group for group in groups_in(self.optimizer) if has_rate(group)]
         rates = [group["lr"] for group in groups]
+        grown = [rate * rate_factor for rate in rates]  # new tensors where they are some
+        before = list(map(float, grown))
         try:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate * rate_factor  # a new tensor where it is one
+            for group, rate in zip(groups, grown, strict=True):
+                group["lr"] = rate
             make()
         finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
+            for group, rate, given in zip(groups, rates, before, strict=True):
+                now = group["lr"]  # the optimizer or a hook of it may have set another
+                group["lr"] = rate if float(now) == given else now / rate_factor
 
     @torch.no_grad()
     def _take_back(self) -> None:
@@ -493,6 +500,7 @@ class SyncRule:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scale": None if self.scale is None else [self.scale.value, self.scale.good_steps],
             **({"behind": True} if self._behind else {}),
+            **({"draws": [self._drew, min(self._steady, _STEADY_STEPS)]} if self._own_code else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -515,6 +523,8 @@ class SyncRule:
         if self.on_device is not None:
             self.on_device.refresh()
         self._behind = bool(state.get("behind", False))
+        drew, steady = state.get("draws", (False, 0))  # older ones lack it
+        self._drew, self._steady = bool(drew), int(steady)
         if self.scale is not None:
             self.scale.value, self.scale.good_steps = float(state["scale"][0]), int(state["scale"][1])
 
