@@ -96,7 +96,7 @@ def _too_large_for_one(group: Group) -> None:
     atoms = island_programs.atoms_of(job, group)
     entries = [(entry.dtype, entry.shape) for entry in atoms.layout.entries]
     total = max(
-        measure(atoms.program, graph, entries, example(graph.inputs), memory_bytes=MEMORY)
+        measure(atoms.program, graph, entries, example(graph.inputs), memory_bytes=MEMORY).total
         for graph in atoms.program.graphs
     )
     traced = Traced(atoms.program, atoms.layout, total * 2 // 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -97,7 +99,7 @@ class Scaled(nn.Module):
         self.layer, self._taken = nn.Linear(4, 4), taken
 
     def forward(self, x: Tensor, given: Any) -> tuple[Tensor, list[Tensor]]:
-        return x, [torch.tanh(self.layer(x)) * self._taken(given) * self.scale]
+        return x, [torch.tanh(self.layer(x) * self._taken(given) * self.scale)]
 
 
 class Kept(list[float]):
@@ -143,23 +145,156 @@ def test_a_module_that_keeps_more_the_second_time_is_refused() -> None:
         out.sum().backward()
 
 
-def test_outputs_that_lie_otherwise_or_are_no_plain_tensors_are_compared_as_far_as_they_are() -> None:
+@dataclasses.dataclass
+class Result:
+    """torch does not look into one."""
+
+    hidden: Tensor
+
+
+class Masked(nn.Module):
+    """By its own generator, in the last thing that it does, for ``leave`` to leave somewhere."""
+
+    aux: Tensor
+
+    def __init__(self, leave: Callable[[Masked, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.own, self._leave = nn.Linear(4, 4), torch.Generator().manual_seed(3), leave
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.layer(x)
+        return self._leave(self, out * torch.rand(out.shape, generator=self.own).round())
+
+
+def _as_attribute(module: Masked, made: Tensor) -> Tensor:
+    module.aux = made
+    return made.new_ones(())
+
+
+@pytest.mark.parametrize(
+    ("leave", "found"),
+    [
+        (lambda module, made: made, lambda module, result: result),
+        (lambda module, made: Result(made), lambda module, result: result.hidden),
+        (lambda module, made: (made.new_ones(()), Result(made)), lambda module, result: result[1].hidden),
+        (_as_attribute, lambda module, result: module.aux),
+    ],
+)
+def test_what_a_module_computes_is_compared_wherever_it_leaves_it(leave: Any, found: Any) -> None:
+    module = Masked(leave)
+    out = found(module, checkpointed(module, module.forward, torch.randn(3, 4)))
+    with pytest.raises(UsageError, match="Masked does not compute the same a second time"):
+        out.sum().backward()
+
+
+def test_what_backward_does_not_need_may_be_another_the_second_time() -> None:
+    """A number, of which backward has the first; a sum, which has the same gradient whatever it is added to."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(4, 4), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return torch.tanh(self.layer(x)) * self.calls + torch.ones(4) * self.calls
+
+    data, found = torch.randn(3, 4), list[Tensor]()
+    module = Counting()
+    for forward in (module, lambda x: checkpointed(module, module.forward, x)):
+        module.calls = 0
+        module.zero_grad()
+        forward(data).sum().backward()
+        assert module.layer.weight.grad is not None
+        found.append(module.layer.weight.grad.clone())
+    assert module.calls == 2
+    assert torch.equal(*found)
+
+
+def test_memory_that_a_kernel_keeps_and_does_not_fill_is_not_compared() -> None:
+    """An LSTM's on the CPU."""
+    module = nn.LSTM(4, 4)
+
+    fills = itertools.count()
+
+    def forward(x: Tensor) -> Tensor:
+        # What is given next had other bytes.
+        for tensor in [torch.empty(size, dtype=torch.uint8) for size in range(256, 40_000, 256)]:
+            tensor.fill_(next(fills) % 251)
+        del tensor
+        out: Tensor = module(x)[0]
+        return out
+
+    found, data = list[Tensor](), torch.randn(5, 3, 4)
+    for compute in (forward, lambda x: checkpointed(module, forward, x)):
+        module.zero_grad()
+        compute(data).sum().backward()
+        assert module.weight_ih_l0.grad is not None
+        found.append(module.weight_ih_l0.grad.clone())
+    assert torch.equal(*found)
+
+
+def test_a_module_that_takes_another_of_its_layers_the_second_time_is_refused() -> None:
+    class Turns(nn.ModuleList):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            out: Tensor = self[self.calls % 2](x)
+            return out
+
+    module = Turns(nn.Linear(4, 4, bias=False) for _ in range(2))
+    out = checkpointed(module, module.forward, torch.randn(3, 4, requires_grad=True))
+    with pytest.raises(UsageError, match="Turns does not compute the same a second time"):
+        out.sum().backward()
+
+
+def test_a_module_that_overwrites_what_backward_needs_of_it_is_refused_as_without() -> None:
+    """Its second pass does so, too: both leave the same, which is not what the gradient is of."""
+
+    class Doubling(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[0](x).exp().mul_(2)
+
+    module = Doubling(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        module(torch.randn(3, 4)).sum().backward()
+    out = checkpointed(module, module.forward, torch.randn(3, 4))
+    with pytest.raises(UsageError, match="Doubling writes in place into what backward needs of it"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_what_is_packed_may_lie_otherwise_or_be_no_plain_tensor(drawn: bool) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(4, 4)
+            self.layer, self.own = nn.Linear(4, 4), torch.Generator().manual_seed(3)
 
-        def forward(self, x: Tensor) -> Any:
-            out = torch.tanh(self.layer(x))
-            waves = torch.fft.fft(out).conj()
-            rest = (out.new_empty(0, 3), None, "word", out > 0)
-            return {"t": out.t()[1:], "wide": out.sum().expand(3, 5), "waves": waves, "rest": rest,
-                    "sparse": out.to_sparse(), "whole": torch.arange(3), "half": out.bfloat16()[:, ::2]}  # fmt: skip
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.layer(x)
+            waves, rows = torch.fft.fft(out).conj(), out.t()[1:]
+            noise = torch.randn(3, 4, generator=self.own) if drawn else torch.ones(3, 4)
+            sparse = noise.to_sparse()
+            return (
+                (waves * waves).real.sum() + rows.exp().sum() + (out.sum().expand(3, 5) ** 2).sum()
+                + (out.bfloat16()[:, ::2] ** 2).sum() + torch.sparse.mm(sparse, out.t()).sum()
+                + (out.new_empty(0, 4) * out[:0]).sum()
+            )  # fmt: skip
 
+    data, found = torch.randn(3, 4), list[Tensor]()
     module = Odd()
-    out = checkpointed(module, module.forward, torch.randn(3, 4))
-    (out["t"].sum() + out["waves"].real.sum() + out["wide"].sum() + out["half"].float().sum()).backward()
-    assert module.layer.weight.grad is not None
+    for forward in (module, lambda x: checkpointed(module, module.forward, x)):
+        module.zero_grad()
+        out = forward(data)
+        if drawn and forward is not module:
+            with pytest.raises(UsageError, match="Odd does not compute the same a second time"):
+                out.backward()
+            return
+        out.backward()
+        assert module.layer.weight.grad is not None
+        found.append(module.layer.weight.grad.clone())
+    assert torch.equal(*found)
 
 
 def test_several_backward_passes_compute_it_once_more_each() -> None:

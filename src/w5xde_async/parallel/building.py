@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -35,7 +34,6 @@ def island_engine(
     stages_at: Sequence[str] = (),
     checkpoint_activations: bool = False,
     compiles: bool = False,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> IslandEngine:
     """Build it; all ranks do at the same time. ``bucket_bytes``: of a job's layout. ``stages_at``: modules at which a
     pipeline's stages begin, but the first (default: where they have even shares of the operations). ``compiles``: the
@@ -71,7 +69,7 @@ def island_engine(
     if "dp" in axes:
         if checkpoint_activations:
             raise UsageError("activations are checkpointed in islands that share a model: fsdp, pp or tp")
-        engine = whole_engine(source, spec, group.device, bucket_bytes=bucket_bytes, clock=clock)
+        engine = whole_engine(source, spec, group.device, bucket_bytes=bucket_bytes)
         if compiles:
             engine.compile_step()
         alike(engine.layout)
@@ -83,16 +81,16 @@ def island_engine(
         )
     made: IslandEngine
     if "tp" in axes or (isinstance(source, Job) and source.parallelize is not None and "pp" not in axes):
-        made = _composed(shape, source, spec, inner, bucket_bytes, checkpoint_activations, clock, alike)
+        made = _composed(shape, source, spec, inner, bucket_bytes, checkpoint_activations, alike)
     elif "fsdp" in axes:
-        made = _fully_sharded(source, spec, inner, bucket_bytes, checkpoint_activations, clock, alike)
+        made = _fully_sharded(source, spec, inner, bucket_bytes, checkpoint_activations, alike)
     else:
-        made = _pipeline(source, spec, inner, schedule, stages_at, checkpoint_activations, clock, alike)
+        made = _pipeline(source, spec, inner, schedule, stages_at, checkpoint_activations, alike)
     if across is None:
         return made
     from w5xde_async.parallel.replicated import ReplicatedEngine
 
-    return ReplicatedEngine(made, group, across, clock=clock)
+    return ReplicatedEngine(made, group, across)
 
 
 _Alike = Callable[..., None]
@@ -101,7 +99,7 @@ _Alike = Callable[..., None]
 
 def _fully_sharded(
     source: Job | Traced, spec: LeafSpec, group: Group, bucket_bytes: int, checkpoint: bool,
-    clock: Callable[[], float], alike: _Alike,
+    alike: _Alike,
 ) -> IslandEngine:  # fmt: skip
     # What these import takes seconds.
     from w5xde_async.compute.program.atoms import cut
@@ -114,12 +112,12 @@ def _fully_sharded(
     else:
         replica = replica_of(source, bucket_bytes)
     alike(replica.layout, [[(n, p.shape) for n, p in unit.named_parameters()] for unit in replica.units])
-    return FsdpEngine(replica, spec, group, checkpoint_activations=checkpoint, clock=clock)
+    return FsdpEngine(replica, spec, group, checkpoint_activations=checkpoint)
 
 
 def _pipeline(
     source: Job | Traced, spec: LeafSpec, group: Group, schedule: str, stages_at: Sequence[str], checkpoint: bool,
-    clock: Callable[[], float], alike: _Alike,
+    alike: _Alike,
 ) -> IslandEngine:  # fmt: skip
     if not isinstance(source, Traced):
         raise UsageError(
@@ -143,13 +141,13 @@ def _pipeline(
         stages = atoms.stages(group.size)
     alike(atoms.layout, atoms.fingerprint, stages)
     return PipelineEngine(
-        atoms, spec, group, schedule=schedule, stages=stages, checkpoint_activations=checkpoint, clock=clock
+        atoms, spec, group, schedule=schedule, stages=stages, checkpoint_activations=checkpoint
     )  # fmt: skip
 
 
 def _composed(
     shape: IslandShape, source: Job | Traced, spec: LeafSpec, group: Group, bucket_bytes: int, checkpoint: bool,
-    clock: Callable[[], float], alike: _Alike,
+    alike: _Alike,
 ) -> IslandEngine:  # fmt: skip
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -186,7 +184,7 @@ def _composed(
         words = f"{words} of the program"
     elif source.parallelize is not None:
         words, divide = f"{words} of the job", partial(_by_job, source.parallelize)
-    return ComposedEngine(replica, divide, spec, group, mesh, words=words, clock=clock)
+    return ComposedEngine(replica, divide, spec, group, mesh, words=words)
 
 
 def run_step(job: Job, spec: LeafSpec, model: nn.Module) -> None:
@@ -219,7 +217,6 @@ def whole_engine(
     device: torch.device,
     *,
     bucket_bytes: int,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
     """One that computes all of a model in this process."""
     whole: Job | ProgramJob
@@ -229,4 +226,4 @@ def whole_engine(
         )
     else:
         whole = source
-    return Engine(whole, spec, device=device, bucket_bytes=bucket_bytes, clock=clock)
+    return Engine(whole, spec, device=device, bucket_bytes=bucket_bytes)

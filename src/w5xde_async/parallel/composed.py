@@ -66,9 +66,10 @@ from w5xde_async.parallel.group import Group, all_gather, is_rank_gone
 from w5xde_async.parallel.replica import Replica, carry_hooks, is_hooked, made_dense
 from w5xde_async.parallel.report import Report, exchange, only, outcome_of, raise_failure
 from w5xde_async.parallel.resharding import Resharding
-from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool, add
+from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool
 from w5xde_async.parallel.unit_forward import keep_apart, late_gradient
 from w5xde_async.params.boxes import Box, extents, numel, whole
+from w5xde_async.params.flat import add
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
 from w5xde_async.plan import tree
 from w5xde_async.plan.sampler import seed_for
@@ -103,13 +104,12 @@ class ComposedEngine:
         mesh: DeviceMesh,
         *,
         words: str,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Takes ``source.model`` for itself. ``words``: what it is, for ``numerics``.
 
         Raises UsageError for a model that has been divided in a way that this cannot follow.
         """
-        self.layout, self.device, self.clock = source.layout, group.device, clock
+        self.layout, self.device = source.layout, group.device
         self._group, self._spec, self._step = group, spec, source.step
         self._autocast = autocast(spec.precision, self.device.type)
         self._metric_names = MetricNames()
@@ -149,7 +149,8 @@ class ComposedEngine:
         self._copies = {entry: ranks for entry, ranks in copies.items() if ranks}
         pinned = self.device.type == "cuda"
         self._memory = ShardMemory(self.shard, pinned=pinned)
-        self._pool = ShardPool(lambda: ShardMemory(self.shard, results=True, pinned=pinned))
+        self._pool = ShardPool(self.shard, pinned=pinned)
+        self.release = self._pool.release
         self._local = {e: _local(parameter) for e, parameter in self._parameters.items()}
         self._origin: list[Tensor] = []
         for entry, told in enumerate(self.layout.entries):
@@ -184,7 +185,7 @@ class ComposedEngine:
 
     def compute(self, task: Task, emit: EmitPieces) -> ComputedBlock:
         """Compute one block together. Raises LeafError on every rank; LoneLeafError on one."""
-        began = self.clock()
+        began = time.perf_counter()
         block = tree.Block(task.start, task.start + len(task.samples))
         turns = leaves_of(block, Share.TURNS, self._turns)[self._turn]
         mine = [leaf for number, leaf in enumerate(turns) if leaf == task.start + number * self._turns + self._turn]
@@ -226,12 +227,7 @@ class ComposedEngine:
         for bucket in self.layout.result_buckets:
             if bucket.index in self.shard.buckets and not changed.isdisjoint(bucket.entries):
                 emit(bucket.index, memory.pieces[bucket.index])
-        return outcome_of(reports, rank=self._group.rank, compute_s=self.clock() - began, vectors=(memory,))
-
-    def release(self, vectors: Sequence[Any]) -> None:
-        """A block's pieces have been sent. Any thread."""
-        for memory in vectors:
-            self._pool.give(memory)
+        return outcome_of(reports, rank=self._group.rank, compute_s=time.perf_counter() - began, vectors=(memory,))
 
     def close(self) -> None:
         """Let the model go."""

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +24,8 @@ from w5xde_async.compute.program.sandbox import Computing
 from w5xde_async.parallel.engine import EmitPieces
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.report import Report, exchange, outcome_of, raise_failure
-from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool, add
-from w5xde_async.params.flat import ResultVector, bytes_of
+from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool
+from w5xde_async.params.flat import ResultVector, add, bytes_of
 from w5xde_async.params.layout import Bucket, Layout
 from w5xde_async.params.shard import Shard
 from w5xde_async.plan.numerics import EXACT
@@ -52,7 +51,8 @@ class DataParallelEngine:
             [bytes_of(engine.incoming.groups[run.group][run.begin : run.end]) for run in self.shard.pieces(bucket)]
             for bucket in self.layout.buckets
         ]
-        self._pool = ShardPool(lambda: ShardMemory(self.shard, results=True, pinned=self.device.type == "cuda"))
+        self._pool = ShardPool(self.shard, pinned=self.device.type == "cuda")
+        self.release = self._pool.release
         results = self.layout.result_buckets
         most = max((self.shard.numel(bucket) * self.layout.groups[bucket.group].result_dtype.itemsize
                     for bucket in results), default=0)  # fmt: skip
@@ -129,11 +129,6 @@ class DataParallelEngine:
         reports = exchange(group, report)
         raise_failure(reports, failure, (current.memory,))
         return outcome_of(reports, rank=group.rank, compute_s=engine.clock() - began, vectors=(current.memory,))
-
-    def release(self, vectors: Sequence[Any]) -> None:
-        """A block's pieces have been sent. Any thread."""
-        for memory in vectors:
-            self._pool.give(memory)
 
     def close(self) -> None:
         """Close the engine, too."""

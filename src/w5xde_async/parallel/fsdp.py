@@ -99,14 +99,13 @@ class FsdpEngine:
         group: Group,
         *,
         checkpoint_activations: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Takes ``source.model`` for itself. ``checkpoint_activations``: units compute their forward pass once more in
         backward, in place of keeping what it made.
 
         Raises UsageError for a model that cannot be sharded so.
         """
-        self.layout, self.device, self.clock = source.layout, group.device, clock
+        self.layout, self.device = source.layout, group.device
         self._group, self._spec = group, spec
         self._autocast = autocast(spec.precision, self.device.type)
         self._metric_names = MetricNames()
@@ -132,7 +131,8 @@ class FsdpEngine:
         self.shard = self._shards[group.rank]
         pinned = self.device.type == "cuda"
         self._memory = ShardMemory(self.shard, pinned=pinned)
-        self._pool = ShardPool(lambda: ShardMemory(self.shard, results=True, pinned=pinned))
+        self._pool = ShardPool(self.shard, pinned=pinned)
+        self.release = self._pool.release
         self._buffers = BufferMerge(self.layout, source.named, self._origin, source.statistics)
         self._has_extras = bool(self._small) or any(entry.role in ("mean", "max") for entry in self.layout.entries)
         self._buckets_of: dict[int, list[int]] = {}
@@ -184,13 +184,13 @@ class FsdpEngine:
 
     def compute(self, task: Task, emit: EmitPieces) -> ComputedBlock:
         """Compute one block together. Raises LeafError on every rank; LoneLeafError on one."""
-        began, group = self.clock(), self._group
+        began, group = time.perf_counter(), self._group
         block = tree.Block(task.start, task.start + len(task.samples))
         turns = leaves_of(block, Share.TURNS, group.size)[group.rank]
         samples = [task.samples[leaf - task.start] for leaf in turns]
         mine = [leaf for number, leaf in enumerate(turns) if leaf == task.start + number * group.size + group.rank]
         own = Block(task, lambda *_: None, self._metric_names)
-        now = self._now = _Running(self, task, self._pool.take(), emit)
+        now = self._now = _Running(self, self._pool.take(), emit)
         failure: LeafError | None = None
         with random_state(), self._fixed.block() as check:
             batches = batches_of(task.structure, task.tensors, samples, task.packed)
@@ -213,12 +213,7 @@ class FsdpEngine:
         reports = exchange(group, report)
         self._now = self._round = None
         raise_failure(reports, failure, (now.memory,))
-        return outcome_of(reports, rank=group.rank, compute_s=self.clock() - began, vectors=(now.memory,))
-
-    def release(self, vectors: Sequence[Any]) -> None:
-        """A block's pieces have been sent. Any thread."""
-        for memory in vectors:
-            self._pool.give(memory)
+        return outcome_of(reports, rank=group.rank, compute_s=time.perf_counter() - began, vectors=(now.memory,))
 
     def close(self) -> None:
         """Let the model go."""
@@ -652,7 +647,7 @@ class _Round:
 class _Running:
     """One block: sums of the rounds so far, and what has been given out."""
 
-    def __init__(self, engine: FsdpEngine, task: Task, memory: ShardMemory, emit: EmitPieces) -> None:
+    def __init__(self, engine: FsdpEngine, memory: ShardMemory, emit: EmitPieces) -> None:
         self.memory, self.failed, self.drew = memory, False, False
         self.touched: set[int] = set()  # entries that any leaf has changed
         self.changed: set[int] = set()  # buckets

@@ -44,7 +44,8 @@ from w5xde_async.parallel.recomputing import checkpointed
 from w5xde_async.parallel.replica import coalesced, refuse_cast_again
 from w5xde_async.parallel.report import Report, exchange, outcome_of, raise_failure
 from w5xde_async.parallel.schedules import SCHEDULES, passes
-from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool, add
+from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool
+from w5xde_async.params.flat import add
 from w5xde_async.params.layout import ALIGN_BYTES
 from w5xde_async.params.shard import Shard
 from w5xde_async.plan.numerics import EXACT
@@ -97,7 +98,6 @@ class PipelineEngine:
         schedule: str = "1f1b",
         stages: Sequence[range] | None = None,
         checkpoint_activations: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``stages``: each rank's run of atoms (default: by operations). ``checkpoint_activations``: a stage computes
         its forward pass once more in backward. Raises UsageError where the program has fewer atoms than ranks.
@@ -109,7 +109,7 @@ class PipelineEngine:
                 f"the model can be cut into {len(atoms)} parts at most, which is too few for {group.size} stages; "
                 "give fewer ranks, or use fsdp"
             )
-        self.layout, self.device, self.clock = atoms.layout, group.device, clock
+        self.layout, self.device = atoms.layout, group.device
         self._atoms, self._spec, self._group, self._schedule = atoms, spec, group, schedule
         self._autocast = autocast(spec.precision, self.device.type)
         self._metric_names = MetricNames()
@@ -145,8 +145,9 @@ class PipelineEngine:
         pinned = self.device.type == "cuda"
         self._memory = ShardMemory(self.shard, pinned=pinned)
         self._live = ShardMemory(self.shard, device=self.device) if pinned else self._memory
-        self._sums = ShardPool(lambda: ShardMemory(self.shard, results=True, device=self.device))
-        self._pool = ShardPool(lambda: ShardMemory(self.shard, results=True, pinned=True)) if pinned else self._sums
+        self._sums = ShardPool(self.shard, device=self.device)
+        self._pool = ShardPool(self.shard, pinned=True) if pinned else self._sums
+        self.release = self._pool.release
         self._values = {
             entry: self._value(entry) for entry in sorted({*self._part.entries, *self._shared_here(), *self._owned()})
         }
@@ -203,7 +204,7 @@ class PipelineEngine:
 
     def compute(self, task: Task, emit: EmitPieces) -> ComputedBlock:
         """Compute one block together. Raises LeafError, on every rank."""
-        began = self.clock()
+        began = time.perf_counter()
         own = Block(task, lambda *_: None, self._metric_names)
         now = _Running(task, own, emit)
         pieces = self._pieces(task)
@@ -227,17 +228,12 @@ class PipelineEngine:
             now.give_up(self)
         raise_failure(reports, now.failure, (memory,))
         outcome = outcome_of(
-            reports, rank=self._group.rank, compute_s=self.clock() - began, vectors=(memory,)
+            reports, rank=self._group.rank, compute_s=time.perf_counter() - began, vectors=(memory,)
         )  # fmt: skip
         for bucket in sorted(self.shard.buckets - set(outcome.absent) - now.emitted):
             if memory.pieces[bucket]:  # what changed of it is another stage's
                 emit(bucket, memory.pieces[bucket])
         return outcome
-
-    def release(self, vectors: Sequence[Any]) -> None:
-        """A block's pieces have been sent. Any thread."""
-        for memory in vectors:
-            self._pool.give(memory)
 
     def close(self) -> None:
         """Let the stage go."""

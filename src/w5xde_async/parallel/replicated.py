@@ -8,7 +8,7 @@ what they have of the sums, and each adds its part in the tree's order: the bits
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,18 +35,16 @@ class ReplicatedEngine:
 
     share = Share.BLOCK
 
-    def __init__(
-        self, inner: IslandEngine, group: Group, across: Group, *, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, inner: IslandEngine, group: Group, across: Group) -> None:
         """``group``: all ranks. ``across``: those with this rank's place in their rows."""
         self.layout, self.device, self.numerics = inner.layout, inner.device, inner.numerics
         self.together = group.size // across.size
-        self._inner, self._group, self._across, self._clock = inner, group, across, clock
+        self._inner, self._group, self._across = inner, group, across
         self.shard = Shard.of(
             self.layout, [part for bucket in self.layout.buckets for part in self._parts_of(bucket)[across.rank]]
         )
-        pinned = self.device.type == "cuda"
-        self._pool = ShardPool(lambda: ShardMemory(self.shard, results=True, pinned=pinned))
+        self._pool = ShardPool(self.shard, pinned=self.device.type == "cuda")
+        self.release = self._pool.release
 
     def incoming(self, bucket: int) -> list[memoryview]:
         """Memory for this rank's pieces of a bucket, within the row's engine."""
@@ -80,7 +78,7 @@ class ReplicatedEngine:
 
     def compute(self, task: Task, emit: EmitPieces) -> ComputedBlock:
         """Compute one block together. Raises LeafError, on every rank."""
-        began = self._clock()
+        began = time.perf_counter()
         block = Block(task.start, task.start + len(task.samples))
         parts = leaves_of(block, Share.BLOCK, self._across.size)
         mine = parts[self._across.rank]
@@ -113,12 +111,7 @@ class ReplicatedEngine:
             report = Report.of_failure(failure)
         reports = exchange(self._group, report)
         raise_failure(reports, failure, (memory,))
-        return outcome_of(reports, rank=self._group.rank, compute_s=self._clock() - began, vectors=(memory,))
-
-    def release(self, vectors: Sequence[Any]) -> None:
-        """A block's pieces have been sent. Any thread."""
-        for memory in vectors:
-            self._pool.give(memory)
+        return outcome_of(reports, rank=self._group.rank, compute_s=time.perf_counter() - began, vectors=(memory,))
 
     def close(self) -> None:
         """Close the row's engine, too."""

@@ -15,10 +15,6 @@ MODES = {"dp": "data parallel", "fsdp": "fully sharded", "pp": "pipeline", "tp":
 #: In the environment of a rank 0: the file number of a socket that listens where the ranks meet. Without it the rank
 #: listens there itself, as torchrun's do.
 STORE_FD = "ISLAND_STORE_FD"
-#: In the environment of a rank that another process of this package has started: the file number of a pipe to it, for
-#: one sentence on why the rank ends, and ENDS, without which it is not the rank that has ended its process.
-WORD_FD = "ISLAND_WORD_FD"
-ENDS = "\0"
 _PART = re.compile(r"([a-z]+)=([1-9][0-9]{0,5})")
 _KNOWN = ", ".join(f"{mode}=N ({meaning})" for mode, meaning in MODES.items())
 

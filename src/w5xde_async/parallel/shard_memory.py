@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Iterable
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from w5xde_async.params.flat import bytes_of
+from w5xde_async.params.flat import add, bytes_of
 from w5xde_async.params.layout import ALIGN_BYTES
 from w5xde_async.params.shard import Shard
 
@@ -108,19 +108,11 @@ class ShardMemory:
         return [[bytes_of(piece) for piece in pieces] for pieces in self.pieces]
 
 
-def add(left: Tensor, right: Tensor) -> None:
-    """``left`` and ``right`` of a result into ``left``."""
-    if left.dtype == torch.int64:
-        torch.maximum(left, right, out=left)
-    else:
-        left.add_(right)
-
-
 class ShardPool:
-    """Shard memories for reuse: a fresh one costs page faults. ``take`` and ``give`` from any thread."""
+    """Memories for a shard's sums, for reuse: a fresh one costs page faults. Any thread."""
 
-    def __init__(self, make: Callable[[], ShardMemory]) -> None:
-        self._make = make
+    def __init__(self, shard: Shard, *, device: torch.device | str = "cpu", pinned: bool = False) -> None:
+        self._make = partial(ShardMemory, shard, results=True, device=device, pinned=pinned)
         self._free: list[ShardMemory] = []
 
     def take(self) -> ShardMemory:
@@ -132,3 +124,8 @@ class ShardPool:
     def give(self, memory: ShardMemory) -> None:
         if len(self._free) < _SPARE:
             self._free.append(memory)
+
+    def release(self, vectors: Iterable[ShardMemory]) -> None:
+        """``IslandEngine.release`` of engines whose results lie in memories of this pool."""
+        for memory in vectors:
+            self.give(memory)

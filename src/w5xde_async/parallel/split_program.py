@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
 from w5xde_async.compute.program.form import Graph, Node, Program, Ref
-from w5xde_async.compute.program.interpreter import bind
+from w5xde_async.compute.program.interpreter import Measured, bind
 from w5xde_async.compute.program.program_job import ProgramStep, skeleton
 from w5xde_async.errors import UsageError
 from w5xde_async.parallel.engine import Traced
@@ -148,8 +148,8 @@ class _SplitStep(ProgramStep):
         self._bound = [bind(split, graph, device) for graph in split.graphs]
         self._whole = {id(graph): whole for graph, whole in zip(split.graphs, program.graphs, strict=True)}
 
-    def _measure(self, graph: Graph, batch: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        super()._measure(self._whole.get(id(graph), graph), batch)
+    def _measure(self, graph: Graph, batch: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> Measured:
+        return super()._measure(self._whole.get(id(graph), graph), batch)
 
 
 def _linear(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -71,6 +71,18 @@ def _of_bytes(tensor: Tensor) -> int:
 
 def _of_words(tensor: Tensor) -> Tensor:
     """The same by kernels alone: nothing waits for it."""
+    words, rest = _words(tensor)
+    while words.numel() > _FEW:
+        whole = words.numel() // _COLUMNS * _COLUMNS
+        rows = words[:whole].view(-1, _COLUMNS)
+        words = torch.cat((rows.sum(0), rows.sum(1), words[whole:]))
+    words = torch.cat((words, rest))
+    # Bits at the top come down first: in no product would they.
+    return (words >> 32).add_(words).mul_(_weights(words.device)[: words.numel()]).sum()
+
+
+def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Its bits, eight bytes each, and the few values of fewer bytes that are left."""
     flat = tensor.detach().contiguous().reshape(-1)
     size = flat.element_size()
     if size not in _INTEGERS:  # complex128
@@ -79,14 +91,19 @@ def _of_words(tensor: Tensor) -> Tensor:
     if flat.storage_offset() % together:
         flat = flat.clone()
     end = flat.numel() // together * together
-    words = flat[:end].view(torch.int64)
-    while words.numel() > _FEW:
-        whole = words.numel() // _COLUMNS * _COLUMNS
-        rows = words[:whole].view(-1, _COLUMNS)
-        words = torch.cat((rows.sum(0), rows.sum(1), words[whole:]))
-    words = torch.cat((words, flat[end:].view(_INTEGERS[size]).to(torch.int64)))
-    # Bits at the top come down first: in no product would they.
-    return (words >> 32).add_(words).mul_(_weights(words.device)[: words.numel()]).sum()
+    return flat[:end].view(torch.int64), flat[end:].view(_INTEGERS[size]).to(torch.int64)
+
+
+def condensed(tensor: Tensor) -> Tensor:
+    """Its bits, a large tensor's added up in columns: what to take ``fingerprints`` of later, of many tensors together.
+    It takes few kernels, which read the tensor once. What moves by whole rows of columns is not noticed."""
+    words, rest = _words(tensor)
+    whole = words.numel() // _COLUMNS * _COLUMNS
+    if whole <= _COLUMNS:
+        return torch.cat((words, rest))
+    columns = words[:whole].view(-1, _COLUMNS).sum(0)
+    columns[: words.numel() - whole].add_(words[whole:])
+    return torch.cat((columns, rest)) if rest.numel() else columns
 
 
 @lru_cache(maxsize=64)
@@ -242,6 +259,14 @@ def ordered(value: Tensor) -> Tensor:
 def of_ordered(value: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of ``ordered``."""
     return (value ^ _LEAST).view(torch.uint64) if dtype == torch.uint64 else value.to(dtype)
+
+
+def add(left: Tensor, right: Tensor) -> None:
+    """``left`` and ``right`` of results into ``left``: sums, or the greater ones (role ``max``)."""
+    if left.dtype == torch.int64:
+        torch.maximum(left, right, out=left)
+    else:
+        left.add_(right)
 
 
 class ResultVector:
