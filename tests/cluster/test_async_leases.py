@@ -194,6 +194,18 @@ async def test_a_worker_has_what_counts_of_what_it_computed() -> None:
         assert (phase.leaves, phase.leaves_wasted) == (3 * LEAVES, LEAVES)
 
 
+async def test_work_that_nobody_had_asked_for_is_none_in_vain() -> None:
+    async with rounds() as run:
+        one = await run.worker("one")
+        lease, losses, phase = await newest(one, 1), (1.0,) * 5000, run.rounds.phase
+        await one.link.send(encode(Done(987654321, losses, (), (), (), (), 0, 0.0, 0.0)))
+        await answer(one, lease)
+        assert (phase.leaves_wasted, phase.refused) == (0, {})
+        await one.link.send(encode(Done(lease.lease, losses, (), (), (), (), 0, 0.0, 0.0)))
+        await settle()
+        assert (phase.leaves_wasted, phase.refused) == (LEAVES, {VerdictCode.DUPLICATE: 1})
+
+
 async def test_a_worker_whose_step_is_left_out_has_its_samples() -> None:
     async with rounds(steps=1, max_leaf_failures=2) as run:
         one, two = await run.worker("one"), await run.worker("two")

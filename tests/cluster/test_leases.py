@@ -16,7 +16,20 @@ from w5xde_async.hub.members.session import Session
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.telemetry.events import Waiting, Warned, WorkerLeft
 from w5xde_async.wire.frame import encode
-from w5xde_async.wire.messages import Bye, ByeCode, Done, Drain, Failed, Lease, Params, Ready, Verdict, VerdictCode
+from w5xde_async.wire.messages import (
+    Bye,
+    ByeCode,
+    Done,
+    Drain,
+    Failed,
+    Heartbeat,
+    Lease,
+    Params,
+    Ready,
+    Revoke,
+    Verdict,
+    VerdictCode,
+)
 
 BUCKETS = 4
 TWO_LEASES = PacingConfig(leases_ahead=2, target_lease_s=0.0, min_lease_s=0.0, whole_step_s=0.0)  # of a leaf each
@@ -371,6 +384,20 @@ async def test_a_repeated_done_is_a_duplicate():
         assert [(v.code, v.buckets) for v in verdicts] == [(VerdictCode.APPLIED, ())]  # one a lease
 
 
+async def test_work_that_nobody_had_asked_for_is_none_in_vain():
+    """A worker may say what it likes of leases that never were, and of its own that have ended."""
+    async with scripted() as run:
+        worker = await run.worker("a")
+        lease, phase = await worker.lease(), run.training.phase
+        losses = (1.0,) * 5000
+        await worker.link.send(encode(Done(987654321, losses, (), (), (), (), 0, 0.0, 0.0)))
+        await worker.compute(lease)
+        assert (phase.leaves_wasted, phase.refused) == (0, {})
+        await worker.link.send(encode(Done(lease.lease, losses, (), (), (), (), 0, 0.0, 0.0)))
+        await settle()
+        assert (phase.leaves_wasted, phase.refused) == (len(lease.samples), {VerdictCode.DUPLICATE: 1})
+
+
 async def test_leases_of_another_term_have_other_numbers():
     numbers = []
     for term in (1, 2):
@@ -437,6 +464,21 @@ async def test_a_worker_that_floods_and_reads_nothing_is_dropped():
             await flood()
         await settle()
         assert deaf.ended()
+
+
+async def test_a_worker_that_holds_hundreds_of_leases_is_told_at_once_that_all_are_taken_from_it():
+    """As when it drains, or one of them is overdue, with --leases-ahead 256."""
+    async with scripted() as run:
+        worker = await run.worker("a")
+        for number in range(2 * 256):
+            worker.session.post(Revoke(number, "draining"))
+        worker.session.post(Heartbeat(""))
+        await settle()
+        assert not worker.ended()
+        assert worker.revoked() == list(range(2 * 256))
+        for _ in range(2 * 256):
+            worker.session.post(Heartbeat(""))
+        await run.until(worker.ended)
 
 
 async def test_a_late_connection_does_not_push_out_a_newer_one():
@@ -658,6 +700,24 @@ async def test_workers_that_are_given_up_blame_no_leaf():
         worker = await run.worker("good")
         await first_step(run, worker)
         assert run.applied() == {1.0}
+
+
+@pytest.mark.parametrize("why", ["quarantined", "other sums"])
+async def test_workers_that_are_put_out_blame_no_leaf(why: str):
+    """They did not die of what they had."""
+    async with scripted() as run:
+        out = await run.worker("out")
+        await out.lease()
+        roster = run.training.roster
+        if why == "quarantined":
+            roster.quarantine("out", out.session, "it lied")
+        else:
+            assert roster.keep_to("other") == ["out"]
+        await settle()
+        assert not run.training.ledger.held("out")
+        await out.link.aclose()
+        await run.until(out.ended)
+        assert not run.training.ledger._deaths
 
 
 async def test_why_nothing_is_leased_is_said_once_not_at_every_look() -> None:

@@ -6,21 +6,27 @@ The first block of a run is always compared, which is what most of these tests w
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.scripted import WAYS, Run, Scripted, scripted, settle
+from tests.support import scripted as scripted_workers
+from tests.support.scripted import LEAVES, WAYS, Run, Scripted, _Readable, scripted, settle
 
 from w5xde_async.coordinator.sync import verification
 from w5xde_async.coordinator.sync.recomputation import ReferenceResult
+from w5xde_async.job import Job
 from w5xde_async.params.flat import ResultVector
+from w5xde_async.plan.audit import Auditor, HeldBlock, Why
 from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.tree import Block
 from w5xde_async.telemetry.events import Audited, Warned, WorkerQuarantined
+from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Failed, Lease, Verdict, VerdictCode
 
@@ -87,6 +93,10 @@ def audits(run: Run) -> list[Audited]:
     return [event for event in run.events if isinstance(event, Audited)]
 
 
+def quarantined(run: Run) -> list[str]:
+    return [event.worker_id for event in run.events if isinstance(event, WorkerQuarantined)]
+
+
 def same_block(one: Lease, other: Lease) -> bool:
     return (one.step, one.start, one.samples) == (other.step, other.start, other.samples)
 
@@ -110,6 +120,62 @@ async def test_a_held_block_goes_to_another_worker_and_counts_once_when_both_agr
         assert verdicts(b)[again.lease] is VerdictCode.DUPLICATE
         assert run.training.results.leaves_audited == len(mine.samples)
         assert run.applied() == {float(run.training.version)}
+
+
+async def test_those_who_come_and_go_switch_off_no_comparison_for_those_who_stay(monkeypatch: pytest.MonkeyPatch):
+    """What is known of how a member computes is kept for as long as it is one."""
+    monkeypatch.setattr(verification, "_REMEMBERED", 4)
+    monkeypatch.setattr(Auditor, "draw", lambda *_: True)
+    async with judged(min_workers=2, audit_fraction=1.0) as run:
+        a, b = await run.worker("a"), await run.worker("b")
+        judging = run.training.verification
+        for number in range(6):
+            judging.joined(f"guest-{number}", judging._machines["b"], "", "far")
+            judging._unusual[f"guest-{number - 1}"] = [1, 1]  # judged after it had left
+            judging.left(f"guest-{number}")
+        await work(a, b, until=lambda: run.training.version >= 1)
+        assert {event.worker_id for event in audits(run)} == {"a", "b"}
+        assert (len(judging._seen), len(judging._unusual)) == (6, 4)
+
+
+async def test_of_a_step_that_overflows_everywhere_one_block_is_confirmed():
+    """Whatever the others hold, nothing is applied: nobody computes them again."""
+    own = Own()
+    async with judged(min_workers=3, recomputation=own) as run:
+        own.run = run
+        workers = [await run.worker(name) for name in "abc"]
+        await work(*workers, until=lambda: run.training.version >= 2)
+        audited, num_buckets = run.training.results.leaves_audited, len(run.prepared.spec.layout.result_buckets)
+        async with asyncio.timeout(5):
+            while run.training.version < 3:
+                for worker in workers:
+                    for lease in worker.all(Lease):
+                        if run.training.ledger.get(lease.lease) and lease.step == 2 == run.training.version:
+                            await worker.send(lease, *range(num_buckets), value=math.inf)
+                            await worker.done(lease)
+                await asyncio.sleep(0.001)
+        assert 1 <= run.training.results.leaves_audited - audited <= 2
+        assert not [event for event in run.events if isinstance(event, WorkerQuarantined)]
+        await work(*workers, until=lambda: run.training.version >= 4)
+        assert run.applied() == {3.0}
+
+
+async def test_nobody_is_looked_for_while_as_many_blocks_are_compared_as_may_be(monkeypatch: pytest.MonkeyPatch):
+    """Where many are held, each message that comes would else look through all workers for each of them."""
+    async with judged() as run:
+        await (await run.worker("a")).lease()
+        judging, ledger = run.training.verification, run.training.ledger
+        for leaf in range(LEAVES):
+            held = HeldBlock(0, Block(leaf, leaf + 1), "a", Why.NORM, {0: "a"})
+            if leaf < 2:
+                held.lease = ledger.audit(0, held.block, "a", now=run.now, deadline_s=9.0).lease
+            block: Any = SimpleNamespace(held=held, other=None)
+            judging._held.append(block)
+        asked = list[str]()
+        monkeypatch.setattr(judging, "_numerics", asked.append)
+        assert judging.leases(["a"]) == []
+        assert not asked
+        judging._held.clear()
 
 
 async def freed(run: Run) -> bool:
@@ -224,14 +290,54 @@ class Own:
     raised = refused = ""
     run: Run
     asked = threads = 0
+    halved = 1.0  # of a sample, in smaller pieces of a microbatch
 
     async def recompute(self, plan: Any, block: Block, splits: int = 0) -> ReferenceResult:
         self.asked += 1
         vector = ResultVector(self.run.prepared.spec.layout)
         for piece in vector.buckets:
-            piece.fill_(float(plan.samples_in(*block)))
+            piece.fill_(float(plan.samples_in(*block)) * (self.halved if splits else 1.0))
         losses = tuple(1.0 for _ in range(block.num_leaves))
-        return ReferenceResult(vector, frozenset(range(len(vector.buckets))), losses, ())
+        return ReferenceResult(vector, frozenset(range(len(vector.buckets))), losses, (), splits=splits)
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["is here", "has left"])
+async def test_a_name_that_is_put_out_leaves_nothing_in_the_sum_and_comes_back_by_no_other_id(
+    left: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Of its other workers too, which are cut off, and also where the one that was found has left."""
+    named = property(lambda self: "alice" if self.name.startswith("a") else "", lambda self, value: None)
+    monkeypatch.setattr(_Readable, "identity", named, raising=False)
+    told, own = list[str](), Own()
+    async with judged(min_workers=3, recomputation=own) as run:
+        own.run = run
+        monkeypatch.setattr(run.training.roster, "_on_quarantine", lambda name, reason: told.append(name))
+        first, second, honest = await run.worker("a1"), await run.worker("a2"), await run.worker("b")
+        await work(first, second, honest, until=lambda: run.training.version >= 2)
+        found, other = await open_lease(first), await open_lease(second)
+        await second.send(other, 0, value=-1.5)  # of usual size
+        await first.send(found, 0, 1, 2, 3, value=1e6)
+        await first.done(found)
+        if left:
+            await first.link.aclose()
+            await until(first.ended)
+        await work(honest, until=lambda: bool(told))
+        await until(second.ended)
+        assert not run.training.store.supplied_by("a2")
+        await work(honest, until=lambda: run.training.version >= 3)
+        assert run.applied() == {float(run.training.version)}
+        assert told == ["alice"]
+
+
+async def open_lease(worker: Scripted) -> Lease:
+    """One that it holds of the step under way."""
+    training = worker.run.training
+
+    def held() -> list[Lease]:
+        return [one for one in worker.all(Lease) if training.ledger.get(one.lease) and one.step == training.version]
+
+    await until(lambda: bool(held()))
+    return held()[0]
 
 
 async def test_what_the_coordinator_computes_itself_has_the_threads_of_workers():
@@ -260,6 +366,123 @@ async def test_what_a_worker_sent_before_it_died_is_judged_though_one_alone_is_l
         assert own.asked
         assert run.applied() == {float(run.training.version)}
         assert not b.ended()
+
+
+@pytest.mark.parametrize("words", ["loss", "untouched"])
+async def test_who_finishes_a_block_answers_for_what_it_says_of_it(words: str, monkeypatch: pytest.MonkeyPatch):
+    """Losses and untouched parameters are its words, though another has sent a part of the sums."""
+    own = Own()
+    async with judged(min_workers=3, recomputation=own) as run:
+        own.run = run
+        a, b, c = [await run.worker(name) for name in "abc"]
+        await work(a, b, c, until=lambda: run.training.version >= 2)
+        liar, again = await begun_by(a, b, c)
+        monkeypatch.setattr(Auditor, "draw", lambda *_: True)
+        liar.loss, liar.untouched = (math.nan, ()) if words == "loss" else (1.0, (0,))
+        await liar.compute(again)
+        liar.loss, liar.untouched = 1.0, ()
+        a = await run.worker("a")
+        await work(a, b, c, until=lambda: run.training.version >= 3)
+        assert quarantined(run) == [liar.worker_id]
+        assert run.applied() == {float(run.training.version)}
+
+
+def of_pairs() -> Job:
+    """Microbatches that can be halved."""
+    return dataclasses.replace(scripted_workers.job(), batch_size=8, microbatch_size=2)
+
+
+@pytest.mark.parametrize("said", [False, True], ids=["it never said so", "it said so before"])
+@pytest.mark.parametrize("returns", [False, True], ids=["it stays away", "it is back"])
+async def test_who_lacks_memory_and_loses_its_line_in_the_middle_of_a_block_is_not_put_out(
+    said: bool, returns: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Smaller pieces have other sums (batch norm), and how often it had halved them this time is not known."""
+    job = of_pairs()
+    monkeypatch.setattr(scripted_workers, "job", lambda: job)
+    own = Own()
+    own.halved = 1.5
+    async with judged(min_workers=3, recomputation=own) as run:
+        own.run = run
+        a, b, c = [await run.worker(name) for name in "abc"]
+        a.splits, a.value = (1, 1.5) if said else (0, 1.0)
+        await work(a, b, c, until=lambda: run.training.version >= 2)
+        a.value = 1.5
+        finisher, again = await begun_by(a, b, c)
+        monkeypatch.setattr(Auditor, "draw", lambda *_: True)
+        here = [b, c]
+        if returns:
+            here.append(await run.worker("a"))
+            here[-1].splits, here[-1].value = a.splits, 1.5 if said else 1.0
+        await finisher.compute(again)
+        await work(*here, until=lambda: run.training.version >= 3)
+        assert [event.agreed for event in audits(run) if event.worker_id == finisher.worker_id].count(False) == 1
+        assert quarantined(run) == []
+        if not said:
+            assert run.applied() == {float(run.training.version)}
+
+
+async def test_who_has_said_that_it_halves_microbatches_hides_no_lie_that_another_finishes(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    job = of_pairs()
+    monkeypatch.setattr(scripted_workers, "job", lambda: job)
+    own = Own()
+    async with judged(min_workers=3, recomputation=own) as run:
+        own.run = run
+        a, b, c = [await run.worker(name) for name in "abc"]
+        a.splits = 1
+        await work(a, b, c, until=lambda: run.training.version >= 2)
+        a.value = -1.5
+        finisher, again = await begun_by(a, b, c)
+        drawn: list[set[str]] = []
+        monkeypatch.setattr(Auditor, "draw", lambda *given: drawn.append({*given[4:]}) or True)
+        await finisher.compute(again)
+        await work(b, c, until=lambda: run.training.version >= 3)
+        assert {"a", finisher.worker_id} in drawn, "it is drawn as often as a block of either"
+        assert quarantined(run) == ["a"]
+        assert run.applied() == {float(run.training.version)}
+
+
+@pytest.mark.parametrize("value", [1e6, math.nan])
+async def test_who_sends_far_too_much_of_blocks_and_leaves_them_to_others_is_put_out(value: float):
+    """By a lossy codec three results that are far larger than the gradient are proof: of who has sent them, though it
+    is gone each time. One that is not finite is proof at once."""
+    own = Own()
+    async with judged(min_workers=3, recomputation=own, update=UpdateConfig(codec="topk:0.1")) as run:
+        own.run = run
+        a, b, c = [await run.worker(name) for name in "abc"]
+        await work(a, b, c, until=lambda: run.training.version >= 1)
+        for number in range(3 if math.isfinite(value) else 1):
+            assert quarantined(run) == []
+            if number:
+                a = await run.worker("a")
+            a.value = value
+            finisher, again = await begun_by(a, b, c)
+            await finisher.compute(again)
+            await until(lambda lease=again.lease, by=finisher: verdicts(by).get(lease) is VerdictCode.REJECTED)
+        await work(b, c, until=lambda: run.training.version >= 5)
+        assert quarantined(run) == ["a"]
+        assert run.applied() == {float(run.training.version)}
+
+
+async def begun_by(worker: Scripted, *others: Scripted) -> tuple[Scripted, Lease]:
+    """``worker`` sends one bucket of an open lease, and is gone. Who of the others is to finish it, by which lease."""
+    run = worker.run
+    await work(*others, until=lambda: any(is_open(run, lease) for lease in worker.all(Lease)))
+    mine = next(lease for lease in worker.all(Lease) if is_open(run, lease))
+    await worker.send(mine, 0, value=worker.value)
+    await worker.link.aclose()
+    await until(worker.ended)
+    async with asyncio.timeout(5):
+        while True:
+            for other in others:
+                for lease in [lease for lease in other.all(Lease) if is_open(run, lease)]:
+                    if same_block(lease, mine):
+                        assert lease.there == (0,)
+                        return other, lease
+                    await other.compute(lease)
+            await asyncio.sleep(0.001)
 
 
 def is_open(run: Run, lease: Lease) -> bool:

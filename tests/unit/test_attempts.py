@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from w5xde_async.plan import attempts
 from w5xde_async.plan.attempts import Places
 
 
@@ -37,3 +40,15 @@ def test_another_place_tries_first_whoever_died() -> None:
     elsewhere = places(["far"], [])
     elsewhere.joined("far", "another host")
     assert not elsewhere.kills(deaths(9, delivered=True), 8)
+
+
+def test_those_who_come_and_go_push_out_nobody_who_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "_REMEMBERED", 3)
+    made = places(["stays"], ["stays"])
+    for number in range(9):
+        made.joined(f"guest-{number}", "far")
+        made.delivered(f"guest-{number}")
+        made.left(f"guest-{number}")
+    assert (made.of("stays"), made.has_delivered("stays")) == ("one host", True)
+    known = [number for number in range(9) if made.of(f"guest-{number}") == "far"]
+    assert known == [number for number in range(9) if made.has_delivered(f"guest-{number}")] == [6, 7, 8]

@@ -29,6 +29,8 @@ def test_as_many_are_drawn_as_was_asked_for_and_more_of_newcomers() -> None:
     assert part_drawn(auditor, "new") == pytest.approx(0.8, rel=0.15)
     auditor.agreed("known", "other")
     assert part_drawn(auditor, "known") == pytest.approx(0.05, rel=0.3)
+    drawn = [auditor.draw(step, Block(0, 1), 1, "known", "new") for step in range(2000)]
+    assert sum(drawn) / 2000 == pytest.approx(0.8, rel=0.15), "a newcomer had a hand in it"
     auditor.forget("known")
     assert part_drawn(auditor, "known") == pytest.approx(0.8, rel=0.15)
     assert part_drawn(Auditor(AuditConfig(fraction=0.0), KEY), "new") == 0

@@ -337,6 +337,20 @@ def test_what_strangers_hold_is_backed_up_by_those_who_have_finished_leases() ->
     assert desk.ledger.complete(0)
 
 
+def test_a_step_that_is_not_shared_out_does_not_stand_where_it_has_failed_on_whose_turn_it_is() -> None:
+    """Its leaf is for another, who waits for a turn: whatever comes meanwhile, and where nothing does."""
+    desk = Desk(1, known=[])
+    for worker in "ab":
+        desk.pacing.observe(worker, 1, 0.001, taken_s=0.001)
+        desk.scheduler.takes_work(worker, True)
+    assert desk.lease()[0] == ("a", 0)
+    (grant,) = desk.ledger.leases_on(0)
+    desk.ledger.fail(grant.lease, 0)
+    assert desk.lease(0.01) == []
+    assert desk.scheduler.look_again_at <= 0.01 + TURN_S
+    assert desk.lease(0.02) == [("b", 0)]
+
+
 def test_a_stranger_backs_up_the_only_one_that_is_known() -> None:
     desk = Desk(1, known=["able"])
     desk.scheduler.takes_work("able", True)
@@ -388,6 +402,20 @@ def test_a_lease_behind_one_of_a_later_step_is_backed_up() -> None:
     desk.scheduler.takes_work("hung", True)
     desk.scheduler.takes_work("able", True)
     assert ("able", 0) in [*desk.lease(0.01), *desk.lease(1.0)]
+
+
+def test_who_comes_back_has_no_more_leases_again_than_a_worker_may_have() -> None:
+    desk = Desk(4, known=["back"])
+    ledger, ahead = desk.ledger, desk.scheduler._pacing.config.leases_ahead
+    had = []
+    for _ in range(4):
+        grant = ledger.grant("back", 0, 1, now=0.0, deadline_s=math.inf)
+        assert grant is not None
+        had.append(grant)
+    ledger.lose("back", died=False)
+    for grant in had:
+        desk.scheduler.grant_again("back", grant.lease, 1.0)
+    assert [grant.block for grant in ledger.held("back")] == [grant.block for grant in had[:ahead]]
 
 
 class Unread(InMemory):

@@ -623,6 +623,22 @@ def test_an_audit_that_is_given_back_or_whose_step_closes_leaves_nothing():
     ledger.validate()
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_nobody_who_fails_on_an_audit_blames_its_leaf_which_is_finished(dies: bool):
+    book = Book(1, max_failures=2, max_deaths=2)
+    book.open(0, 4, 0.0)
+    mine = grant(book, "a", 1)
+    book.fill(mine.lease, 0)
+    book.finish(mine.lease)
+    for worker in "bcde":
+        audit = book.audit(0, mine.block, worker, now=0.0, deadline_s=5.0)
+        grant(book, worker, 1)  # not begun
+        failed_work = book.lose(worker)[1] if dies else book.fail(audit.lease, 0)
+        assert failed_work is None
+        book.lose(worker, died=False)
+        book.validate()
+
+
 def test_a_block_that_did_not_hold_is_for_others_first():
     ledger = Book(1)
     ledger.open(0, 2, 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from w5xde_async.plan.membership import Member, Membership, Standing
+from w5xde_async.plan.membership import Departed, Member, Membership, Standing
 
 
 def member(worker_id: str, incarnation: int = 1, now: float = 0.0) -> Member:
@@ -46,3 +46,11 @@ def test_who_says_nothing_is_silent() -> None:
     assert [silent.worker_id for silent in membership.silent(10.0)] == ["a"]
     membership.members["a"].last_seen = 8.0
     assert [silent.worker_id for silent in membership.silent(15.0)] == ["b"]
+
+
+def test_those_who_left_first_are_forgotten_first_and_nobody_who_is_back() -> None:
+    departed = Departed(2)
+    assert [departed.left(worker) for worker in "abac"] == [None, None, None, "b"]
+    departed.returned("a")
+    assert [departed.left(worker) for worker in "de"] == [None, "c"]
+    assert [worker in departed for worker in "abcde"] == [False, False, False, True, True]

@@ -161,8 +161,21 @@ def test_who_is_further_off_than_the_tolerance_is_wrong(own: float, other: float
     decisions = when_recomputed(block, mine, theirs, 0.01)
     assert put_out(decisions) == wrong
     assert put_out(when_recomputed(block, mine, None, 0.01)) == wrong - {"s"}
+    unproven = when_recomputed(block, mine, theirs, 0.01, proven=False)
+    assert put_out(unproven) == wrong - {"y"}
+    assert type(unproven[0]) is type(decisions[0]), "it does not count, whoever is to blame"
     assert isinstance(decisions[0], Count if own <= 0.01 else Discard)
     assert len(decisions) == 1 + len(wrong), "the block first, then each that is wrong, once"
+
+
+def test_who_finished_the_block_answers_for_what_was_said_beside_the_sums() -> None:
+    """They are its words, whoever has sent the bucket that differs most by its last bits."""
+    block = held("x", b0="y", b1="x")
+    block.second = "s"
+    said = Deviation(math.inf, 0.0, 0, False, words="losses 2 apart")
+    assert put_out(when_recomputed(block, said, None, 0.01)) == {"x"}
+    assert put_out(when_recomputed(block, deviation(0.0), said, 0.01)) == {"s"}
+    assert (block.said_by(said), block.said_by(deviation(1.0)), block.said_by(7)) == ("x", "y", "x")
 
 
 def test_who_says_that_it_computed_what_cannot_be_computed_is_wrong() -> None:
@@ -203,7 +216,7 @@ def test_the_most_of_a_kind_decide_what_nobody_else_computes_alike(
 
 def beside(not_finite: tuple[int, ...] = (), *, finite: bool = True, strikes: int = 0, **how: Any) -> list[Decision]:
     block = held("a", b0="a", b1="b")
-    return [*when_only_sizes_compare(block, not_finite, true_is_finite=finite, strikes=strikes, **how)]
+    return [*when_only_sizes_compare(block, not_finite, "b", true_is_finite=finite, strikes=strikes, **how)]
 
 
 def test_a_lossy_result_counts_where_training_diverges_or_it_is_of_a_fit_size() -> None:
@@ -228,6 +241,7 @@ def test_the_third_far_too_large_result_in_a_row_puts_its_worker_out() -> None:
     assert [[type(one) for one in beside(strikes=strikes)] for strikes in (1, 2, 3)] == [
         [Discard], [Discard], [Discard, Quarantine],
     ]  # fmt: skip
+    assert put_out(beside(strikes=3)) == {"b"}, "who sent it, not who finished the block"
 
 
 def test_the_third_that_is_next_to_nothing_of_those_looked_at_puts_its_worker_out() -> None:
@@ -255,3 +269,10 @@ def test_far_larger_is_beyond_the_gradient_and_beyond_what_is_usual(
     norm: float, bound: float | None, true: float, larger: bool
 ) -> None:
     assert is_far_larger({"grad": Size(norm, bound)}, {"grad": true}) is larger
+
+
+def test_in_a_step_that_is_left_out_nothing_is_looked_at_for_not_being_finite() -> None:
+    for exact in (True, False):
+        given = {"others": True, "sampled": True, "exact": exact, "done_again": False}
+        assert isinstance(when_finished(Measured(False, {}), left_out=True, **given), Count)
+        assert not isinstance(when_finished(Measured(False, {}), **given), Count)

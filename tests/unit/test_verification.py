@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.coordinator.sync import deviation
-from w5xde_async.coordinator.sync.verification import Verification, _Seen
+from w5xde_async.coordinator.sync.verification import Machine, Verification, _Seen
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.audit import Deviation
@@ -120,6 +120,15 @@ def test_buffers_are_measured_by_themselves() -> None:
     counted = compare(changed(lambda v: v.buckets[MAX].fill_(1 << 40)), EVERY, vector(), EVERY)
     assert math.isinf(counted.relative)
     assert counted.bucket == MAX
+
+
+def test_the_bucket_that_differs_most_is_of_the_kind_of_sums_that_does() -> None:
+    """Large buffers differ by more in their last bits than a whole small gradient."""
+    usual = changed(lambda v: v.buckets[MEAN].mul_(1e8))
+    lie = changed(lambda v: [v.buckets[MEAN].mul_(1.00001e8), v.buckets[GRADS[1]].neg_()])
+    found = compare(lie, EVERY, usual, EVERY)
+    assert found.relative > 0.5
+    assert found.bucket == GRADS[1]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -288,7 +297,7 @@ def test_zeros_are_learned_without_harm() -> None:
 
 def test_what_a_codec_may_have_left_out_is_remembered_for_a_while() -> None:
     """Of gradients that the coordinator has computed itself, not of what a worker says."""
-    seen = {"a": _Seen("", "host", "cpu", ""), "b": _Seen("", "host", "cpu", "")}
+    seen = {name: _Seen("", "host", Machine("cpu", "cpu", 1, "2")) for name in "ab"}
     lossy, exact = (cast(Any, SimpleNamespace(_exact=exact, _seen=seen)) for exact in (False, True))
     assert Verification._with_carried(lossy, "a", {"grad": 100.0}) == {"grad": 100.0}
     assert Verification._with_carried(exact, "a", {"grad": 1.0}) == {"grad": 1.0}

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-_REMEMBERED = 4096  # places of workers, those that have left among them
+from w5xde_async.plan.membership import Departed
+
+_REMEMBERED = 4096  # workers that have left
 
 
 class Places:
@@ -22,21 +24,24 @@ class Places:
         """``present``: workers that take work now."""
         self._present = present
         self._places: dict[str, Hashable] = {}
-        self._delivered: dict[str, None] = {}  # workers whose results counted; bounded as ``_places`` is
+        self._delivered: set[str] = set()  # of these, whose results counted
+        self._departed = Departed(_REMEMBERED)
 
     def joined(self, worker: str, place: Hashable) -> None:
         """``worker`` runs at ``place``."""
-        self._places.pop(worker, None)
+        self._departed.returned(worker)
         self._places[worker] = place
-        if len(self._places) > _REMEMBERED:
-            del self._places[next(iter(self._places))]
+
+    def left(self, worker: str) -> None:
+        """``worker`` is gone."""
+        if worker in self._places and (forgotten := self._departed.left(worker)) is not None:
+            del self._places[forgotten]
+            self._delivered.discard(forgotten)
 
     def delivered(self, worker: str) -> None:
         """A result of ``worker`` counts."""
-        if worker not in self._delivered:
-            self._delivered[worker] = None
-            if len(self._delivered) > _REMEMBERED:
-                del self._delivered[next(iter(self._delivered))]
+        if worker in self._places:
+            self._delivered.add(worker)
 
     def has_delivered(self, worker: str) -> bool:
         """Whether a result of ``worker`` has counted."""

@@ -62,7 +62,7 @@ class Deviation(NamedTuple):
 
     ``relative``: the L2 norm of the difference over that of the second result; 0 where both gradients are not finite,
     infinite where one is. ``same_bits``: nothing differs at all. ``words``: how people are told of it where what was
-    said beside the sums differs more than they do.
+    said beside the sums differs more than they do, "" elsewhere.
     """
 
     relative: float
@@ -105,6 +105,13 @@ class HeldBlock:
     second: str = ""  # who holds or held that lease
     asked: set[str] = field(default_factory=set)  # workers that were asked and gave no result
 
+    def said_by(self, what: Deviation | int) -> str:
+        """Whose part of it a bucket is, or what differs most: who has sent that bucket; of words, and of what is absent
+        by them, who has finished the block."""
+        if isinstance(what, Deviation):
+            return self.worker if what.words else self.said_by(what.bucket)
+        return self.suppliers.get(what, self.worker)
+
 
 class Auditor:
     """Draws, chooses and remembers who was compared. ``key``: 16 bytes or more that nobody else knows."""
@@ -113,11 +120,12 @@ class Auditor:
         self.config, self._keyed = config, hashlib.blake2b(key=key[:64], digest_size=7)
         self._known: set[str] = set()  # workers whose work has agreed with another's
 
-    def draw(self, step: int, block: Block, num_leaves: int, worker: str) -> bool:
-        """Whether this finished block of a step of ``num_leaves`` leaves is sampled."""
+    def draw(self, step: int, block: Block, num_leaves: int, *workers: str) -> bool:
+        """Whether this finished block of a step of ``num_leaves`` leaves is sampled. ``workers``: all who had a hand in
+        it, of whom the least known decides."""
         if not self.config.fraction:
             return False
-        part = self.config.fraction * (1.0 if worker in self._known else _NEWCOMER)
+        part = self.config.fraction * (1.0 if self._known.issuperset(workers) else _NEWCOMER)
         return self._chance(step, block.start) < part * block.num_leaves / num_leaves
 
     def _chance(self, *what: int) -> float:

@@ -343,10 +343,11 @@ class Ledger(LeaseTable[BlockGrant]):
     def fail(self, lease: int, leaf: int) -> FailedWork | None:
         """The job raised on ``leaf`` of the lease. The lease goes back.
 
-        A leaf that failed too often is returned, once nobody is left whose word would count for more.
+        A leaf that failed too often is returned, once nobody is left whose word would count for more; never one of an
+        audit, which is finished.
         """
-        grant = self.give_back(lease)
-        return self._raised(grant.step, leaf, grant.worker)
+        audit, grant = lease in self._audits, self.give_back(lease)
+        return None if audit else self._raised(grant.step, leaf, grant.worker)
 
     def pass_over(self, lease: int, leaves: Iterable[int], workers: Collection[str]) -> None:
         """These leaves of the lease, which has not been sent, are none for ``workers``. The lease goes back."""
@@ -360,18 +361,20 @@ class Ledger(LeaseTable[BlockGrant]):
 
         ``died`` is False for one that was given up: silence says nothing about the leaf it had. Workers are counted,
         not their links: ``returned`` takes one back. Only the oldest lease of a computable step counts against its
-        leaves: the others had not been begun.
+        leaves: the others had not been begun. An audit's are finished.
         """
+        audits = self._audits.intersection(self._held.get(worker, ()))
         grants = [self.give_back(lease) for lease in tuple(self._held.get(worker, ()))]
         failed_work = None
         current = next(iter(self._steps.values()), None)
         begun = next((grant for grant in grants if current is not None and grant.step == current.step), None)
-        if died and current is not None and begun is not None:
+        if died and current is not None and begun is not None and begun.lease not in audits:
             # Buckets leave with a block's last leaf; where one has come, that leaf is to blame.
             block = begun.block
             suspects = range(*block)[-1:] if self._has_come(current.step, block) else range(*block)
             blamed = [self._died(current.step, leaf, worker) for leaf in suspects]
             failed_work = blamed[0] if len(blamed) == 1 else None
+        self.places.left(worker)
         return grants, failed_work
 
     def take_over(self, step: int, leaf: int, *, now: float) -> BlockGrant | None:

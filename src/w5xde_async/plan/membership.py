@@ -11,6 +11,32 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
+class Departed:
+    """Workers that have left, of which something is remembered. They alone are forgotten, who left first before others:
+    else those who come and go would push out those who stay."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._workers: dict[str, None] = {}  # the last to leave last
+
+    def __contains__(self, worker: object) -> bool:
+        return worker in self._workers
+
+    def left(self, worker: str) -> str | None:
+        """``worker`` has left. Who is to be forgotten for it, if anybody is."""
+        self.returned(worker)
+        self._workers[worker] = None
+        if len(self._workers) <= self._most:
+            return None
+        forgotten = next(iter(self._workers))
+        del self._workers[forgotten]
+        return forgotten
+
+    def returned(self, worker: str) -> None:
+        """``worker`` is here, whether it had left or not."""
+        self._workers.pop(worker, None)
+
+
 class Standing(Enum):
     """What a member is to the scheduler."""
 

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 
 from w5xde_async.config import TIME, TIME_OR_0, Config, number, one_of, setting, whole
 from w5xde_async.errors import need
+from w5xde_async.plan.membership import Departed
 from w5xde_async.plan.sharing import Cost
 
 _ROUNDING = 1e-6  # of sums of speeds
@@ -154,7 +155,7 @@ class Pacing:
     _overrun: dict[str, int] = field(default_factory=dict)  # worker -> leases in a row whose deadline passed
     _workers: dict[str, float | None] = field(default_factory=dict)  # that take work -> seconds a leaf that count
     _speeds: _InOrder = field(default_factory=_InOrder)  # these in order
-    _gone: dict[str, None] = field(default_factory=dict)  # who have left, the last of them last
+    _gone: Departed = field(default_factory=lambda: Departed(_MOST_KNOWN))
     _longest: dict[str, Cost] = field(default_factory=dict)  # of the others -> 95th percentile of what leases took
     _longest_leaf_s: _InOrder = field(default_factory=_InOrder)  # these in order
     _longest_rest_s: _InOrder = field(default_factory=_InOrder)
@@ -175,7 +176,7 @@ class Pacing:
     def takes_work(self, worker: str, does: bool = True) -> None:
         """``worker`` is one of those that share the work from now on, or is not."""
         if does:
-            self._gone.pop(worker, None)
+            self._gone.returned(worker)
             self._workers.setdefault(worker, None)
             self._count(worker)
         elif worker in self._workers:
@@ -231,7 +232,7 @@ class Pacing:
         ``taken_s``: from when it could begin until the results had come, data and results on their way included.
         ``result_s``: that the results alone were on their way, where that is known.
         """
-        self._gone.pop(worker, None)
+        self._gone.returned(worker)
         taken = self._taken.get(worker)
         if taken is None:
             taken = self._taken[worker] = _Taken(self.config.window)
@@ -277,15 +278,12 @@ class Pacing:
 
     def left(self, worker: str) -> None:
         """The worker is gone: nobody is compared with it. What is known of it is kept, since it may come back."""
-        self._gone.pop(worker, None)
-        self._gone[worker] = None
+        forgotten = self._gone.left(worker)
         self._least.pop(worker, None)  # an island never comes back
         self._most_s.pop(worker, None)
         self._near.discard(worker)
         self._compare(worker)
-        if len(self._gone) > _MOST_KNOWN:
-            forgotten = next(iter(self._gone))
-            del self._gone[forgotten]
+        if forgotten is not None:
             for known in (self._leaf_s, self._result_s, self._floor, self._taken):
                 known.pop(forgotten, None)
 

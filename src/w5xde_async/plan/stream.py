@@ -275,7 +275,9 @@ class StreamLedger(LeaseTable[Grant]):
             heapq.heappush(self._free, step)
             count += 1
         self._since.pop(worker, None)
-        return count, self._died(begun.step, 0, worker) if died and begun is not None else None
+        failed_work = self._died(begun.step, 0, worker) if died and begun is not None else None
+        self.places.left(worker)
+        return count, failed_work
 
     def overdue(self, now: float) -> list[Grant]:
         """Of each worker the lease it is at, where its deadline has passed."""

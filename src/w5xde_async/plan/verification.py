@@ -74,6 +74,8 @@ class Quarantine:
     reason: str
 
 
+LEFT_OUT = "its step is left out, whatever it holds"
+
 Decision = Count | Discard | Audit | Recompute | Quarantine
 
 
@@ -81,8 +83,8 @@ class Origin(NamedTuple):
     """What honest results of one block may differ by.
 
     ``kind``: of the devices it was computed on ("" where they are several); ``splits``: halvings of its microbatches
-    (-1 where they differ); ``drew``: whether random numbers are in it; ``numerics`` ("" where they are several): how
-    its sums were made.
+    (-1: unknown), and ``drew``: whether random numbers are in it, by who has finished it; ``numerics`` ("" where they
+    are several): how its sums were made.
     """
 
     kind: str
@@ -138,17 +140,27 @@ class Measured:
 
 
 def when_finished(
-    block: Measured, *, others: bool, sampled: bool, exact: bool, done_again: bool, comparable: bool = True
+    block: Measured,
+    *,
+    others: bool,
+    sampled: bool,
+    exact: bool,
+    done_again: bool,
+    comparable: bool = True,
+    left_out: bool = False,
 ) -> Count | Audit | Recompute:
     """A block is finished.
 
     ``others``: another worker is here that could compute it. ``sampled``: it was drawn by chance. ``exact``: two honest
     results of it are alike. ``done_again``: nobody could say what was wrong with it the last time. ``comparable``: one
-    of the others, or the coordinator, computes it alike.
+    of the others, or the coordinator, computes it alike. ``left_out``: its step is, since it and another that
+    counts have gradients that are not finite.
     """
     if not others:
         return Count("no other worker is here")
     why = None if done_again else block.oddity
+    if left_out and why is Why.NOT_FINITE:
+        return Count(LEFT_OUT)
     if why is None:
         if sampled and exact and (comparable or block.vanishes):
             return Audit(Why.SAMPLED) if comparable else Recompute(Why.VANISHING, Why.VANISHING.value)
@@ -210,16 +222,18 @@ def when_impossible(held: HeldBlock, splits: int, refused: str) -> list[Count | 
 
 
 def when_recomputed(
-    held: HeldBlock, own: Deviation, second: Deviation | None, tolerance: float
+    held: HeldBlock, own: Deviation, second: Deviation | None, tolerance: float, *, proven: bool = True
 ) -> list[Count | Discard | Quarantine]:
-    """The coordinator has computed it. ``own``, ``second``: how far the block, and the second computation, are off."""
+    """The coordinator has computed it. ``own``, ``second``: how far the block, and the second computation, are off.
+    ``proven``: in no pieces of microbatches does the block give what was sent of it."""
     decisions: list[Count | Discard | Quarantine] = []
     wrong: dict[str, Deviation] = {}
     if own.relative <= tolerance:
         decisions.append(Count("the coordinator computed the same"))
     else:
         decisions.append(Discard(f"the coordinator computed something else ({own})"))
-        wrong[held.suppliers.get(own.bucket, held.worker)] = own
+        if proven:
+            wrong[held.said_by(own)] = own
     if second is not None and held.second and not second.relative <= tolerance:
         wrong[held.second] = second
     for worker, found in wrong.items():
@@ -239,29 +253,28 @@ def is_next_to_nothing(sizes: Mapping[str, Size], true: Mapping[str, float]) -> 
 
 
 def when_only_sizes_compare(
-    held: HeldBlock, not_finite: Sequence[int], *, true_is_finite: bool, strikes: int, alike: bool = True,
+    held: HeldBlock, not_finite: Sequence[int], worker: str, *, true_is_finite: bool, strikes: int, alike: bool = True,
     may_overflow: bool = False, size: str = "far larger than", in_a_row: bool = True,
 ) -> list[Count | Discard | Quarantine]:  # fmt: skip
     """The coordinator has computed what a worker has sent by a lossy codec, or not ``alike``: other random numbers.
 
     ``true_is_finite``: the gradient that it has computed. ``not_finite``: buckets of the result that hold an infinity
     or a NaN, where its own do not; without a lie that ``may_overflow``.
-    ``strikes``: results of the worker, this one among them, that were not of the ``size`` that their blocks give, in
-    words: ``in_a_row``, or of those that were looked at.
+    ``strikes``: results of ``worker``, who has sent what is too large or too small, this one among them, that were not
+    of the ``size`` that their blocks give, in words: ``in_a_row``, or of those that were looked at.
     """
     if not true_is_finite:
         return [Count("training diverges")]  # nobody is to blame
     if not_finite and may_overflow:
         return [Count("it may overflow where the coordinator's does not")]
     if not_finite and alike:
-        worker = held.suppliers.get(not_finite[0], held.worker)
         reason = f"its result for step {held.step} is not finite, and the block is"
-        return [Discard("it is not finite, and the block is"), Quarantine(worker, reason)]
+        return [Discard("it is not finite, and the block is"), Quarantine(held.said_by(not_finite[0]), reason)]
     if not strikes:
         return [Count("it is about as large as what the coordinator computed")]
     decisions: list[Count | Discard | Quarantine] = [Discard(f"it is {size} what the block gives")]
     if strikes >= _MOST_STRIKES:
         those = "in a row" if in_a_row else "that were looked at"
         reason = f"{strikes} results {those}, the last for step {held.step}, were {size} what their blocks give"
-        decisions.append(Quarantine(held.worker, reason))
+        decisions.append(Quarantine(worker, reason))
     return decisions

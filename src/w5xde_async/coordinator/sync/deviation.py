@@ -42,7 +42,8 @@ def compare(
     """
     sums: dict[str, list[float]] = {"grad": [0.0] * 3, "mean": [0.0] * 3}  # |a|^2, |b|^2, |a-b|^2
     finite = [True, True]  # the gradients
-    worst, largest, same, whole = -1, 0.0, True, True
+    worst = {"grad": (0.0, 0), "mean": (0.0, 0), "max": (0.0, 0)}  # how far its bucket is apart that is so most, which
+    same, whole = True, True
     for bucket in layout.result_buckets:
         number, role = bucket.index, layout.groups[bucket.group].role
         here, there = number in mine_present, number in theirs_present
@@ -69,18 +70,20 @@ def compare(
             for index, term in enumerate(terms):
                 sums[role][index] += term
         same = same and equal
-        if size > largest:
-            worst, largest = number, size
+        if size > worst[role][0]:
+            worst[role] = size, number
+    furthest = max(worst.values())[1]
     if not finite[0] and (may_overflow or not finite[1]):
-        return Deviation(0.0, 1.0, max(worst, 0), same)
+        return Deviation(0.0, 1.0, furthest, same)
     if not whole or not (all(finite) or may_overflow):
-        return Deviation(math.inf, 0.0, max(worst, 0), False)
+        return Deviation(math.inf, 0.0, furthest, False)
     if not finite[1]:
         sums["grad"] = [0.0] * 3
-    relative = max(_ratio(gap, length) for _, length, gap in sums.values())
+    # Of sums of one kind alone it can be said which are further apart: buffers may be a million times a gradient.
+    relative, role = max((_ratio(gap, length), role) for role, (_, length, gap) in sums.items())
     aa, bb, gap = sums["grad"]
     cosine = max(-1.0, (aa + bb - gap) / (2 * math.sqrt(aa) * math.sqrt(bb))) if aa and bb else float(aa == bb)
-    return Deviation(relative, cosine, max(worst, 0), same)
+    return Deviation(relative, cosine, worst[role][1], same)
 
 
 def weighed(piece: Tensor, role: str) -> tuple[float, Tensor | None]:

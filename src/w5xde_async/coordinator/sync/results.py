@@ -400,7 +400,9 @@ class Results:
     def _refuse(self, session: Session, done: Done, code: VerdictCode, reason: str) -> None:
         if not done.losses:
             return  # a lease that was revoked before it was begun: nothing was computed, nothing is to be said of it
-        self._phase.refuse(code, len(done.losses))
+        past = self._ledger.past(session.worker_id, done.lease)
+        if past is not None:  # else nobody knows that there was such a lease
+            self._phase.refuse(code, min(len(done.losses), past.block.num_leaves))
         self._verdicts.answered(done.lease, session.worker_id, code, reason)
 
     def _current(self, grant: BlockGrant) -> StepState:

@@ -510,6 +510,7 @@ class SyncTraining:
                 case Count():
                     self._consider(block)
                     self.results.count(block)
+                    self.verification.counted(block)
                     self._credit(block)
                 case Discard(reason):
                     self.results.discard(block, reason)
@@ -851,9 +852,11 @@ class SyncTraining:
             in_place.watch_part(finished.session, done, step.plan, grant.block, self.store.pieces(grant.block))
 
     def _quarantine(self, worker: str, session: Session | None, reason: str) -> None:
-        """A worker was proven wrong: nothing of its that does not count yet will."""
-        if self.roster.quarantine(worker, session, reason):
-            self._invalidate(worker)
+        """A worker was proven wrong: nothing of its that does not count yet will, nor of others of its name."""
+        name, workers = self.verification.of_name(worker)
+        if self.roster.quarantine(worker, session, reason, identity=name):
+            for one in workers:
+                self._invalidate(one)
 
     def _is_of_the_runs_kind(self, block: FinishedBlock) -> bool:
         """Whether a block that is to count has its sums made as the run's are; the first one decides how that is."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,18 +27,18 @@ from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import AuditKey, Supplier
 from w5xde_async.plan.audit import Auditor, Choice, Deviation, HeldBlock, Why
 from w5xde_async.plan.ledger import BlockGrant
-from w5xde_async.plan.membership import Standing
+from w5xde_async.plan.membership import Departed, Standing
 from w5xde_async.plan.numerics import EXACT
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.tree import Block
 from w5xde_async.plan.verification import (
+    LEFT_OUT,
     Audit,
     Count,
     Decision,
     Discard,
     Measured,
     Origin,
-    Quarantine,
     Recompute,
     Size,
     is_far_larger,
@@ -62,7 +63,7 @@ _CARRIED = 0.98  # of what a codec has left out, from one result that is looked 
 _ODD_PATIENCE_S = 10.0  # that long a block that is odd waits for workers that may soon take work
 _MOST_TOLD = 16  # workers of which is said how they differ
 _MANY_UNUSUAL, _UNUSUAL_SHARE = 16, 0.1  # results that are told of; of all
-_REMEMBERED = 4096  # where workers run or ran
+_REMEMBERED = 4096  # workers that have left: where they ran
 _UNKNOWN = Origin("", -1, drew=True)  # like nothing
 
 
@@ -114,18 +115,29 @@ class FinishedBlock:
         """Who sent each bucket."""
         return {bucket: supplier.worker for bucket, supplier in self.suppliers.items()}
 
+    @property
+    def hands(self) -> set[str]:
+        """All who had a hand in it."""
+        return {self.grant.worker, *self.workers.values()}
+
+    def is_vouched_for(self, what: Deviation) -> bool:
+        """Whether it is known how what differs most was computed: said, or sent, under the lease that is done."""
+        supplier = None if what.words else self.suppliers.get(what.bucket)
+        return supplier is None or supplier.lease == self.grant.lease
+
 
 @dataclass(slots=True)
 class _Seen:
-    """A worker: the name that it proved, where it runs, ``Machine.kind``, its numerics, the halvings of its last block,
-    and by role how large a gradient was, of late, of which its codec may have left much for later results."""
+    """A worker: the name that it proved, where it runs, its machine. And what does not end with its link: by role how
+    large a gradient was, of late, of which its codec may have left much for later results; its results in a row that
+    were larger than can be, and those that were next to nothing, of those looked at."""
 
     identity: str
     place: Hashable
-    kind: str
-    numerics: str
-    splits: int = 0
+    machine: Machine
     carries: dict[str, float] = field(default_factory=dict)
+    strikes: int = 0
+    vanished: int = 0
 
 
 class Ruling(NamedTuple):
@@ -151,14 +163,13 @@ class Verification:
         self._precision, self._exact, self._pacing = numerics.precision, numerics.exact, pacing
         self._machines: dict[str, Machine] = {}  # of every member
         self._seen: dict[str, _Seen] = {}  # also of workers that have left: what they sent may be judged later
+        self._departed = Departed(_REMEMBERED)  # of these, who have left
         host = torch.device("cpu")
         self._own_kind = Machine("cpu", device_name(host), 0, torch.__version__).kind
         self._draws = False  # random numbers are in this run's blocks, by more than one word
         self._disputes: dict[str, set[str]] = {}  # member -> members of its kind that computed something else
-        self._strikes: dict[str, int] = {}  # worker -> results in a row that were larger than can be
         # Worker -> results larger than usual that counted, and all that did since the first of them.
         self._unusual: dict[str, list[int]] = {}
-        self._vanished: dict[str, int] = {}  # worker -> results that were next to nothing, of those looked at
         roles = {group.role for group in self._layout.groups} & {"grad", "mean"}
         self._gates = {} if gate is None else {role: BlockGate(gate) for role in sorted(roles)}
         self._roles = {bucket.index: self._layout.groups[bucket.group].role for bucket in self._layout.result_buckets}
@@ -172,6 +183,7 @@ class Verification:
         self._held: list[FinishedBlock] = []  # for the second computation
         self._given_up: list[FinishedBlock] = []  # nobody is there who could compute it again
         self._done_again: set[tuple[int, int]] = set()  # (step, first leaf) of which nobody could say what was wrong
+        self._left_out = -1  # the step of a gradient that is not finite, and counts
         self._warned = False
         self._differing: set[str] = set()  # workers of which it was told; "": of two, either
         self._misreporting: set[str] = set()  # workers of which it was told that they report other numbers
@@ -209,7 +221,6 @@ class Verification:
 
     def finished(self, block: FinishedBlock) -> Ruling | None:
         """A block is finished. None where it is too large to be looked at here: ``next_ruling`` does."""
-        self._halved(block.grant.worker, block.done)
         if not self.active:
             return Ruling(block, (Count("nothing is checked"),))
         if self._layout.vector_bytes > INLINE_WEIGH_BYTES:
@@ -242,13 +253,15 @@ class Verification:
         finite = all(map(math.isfinite, block.done.losses)) and not any(block.not_finite.values())
         measured = Measured(finite, self._sizes(block))
         done_again = (grant.step, start) in self._done_again
-        sampled = not done_again and self._auditor.draw(grant.step, grant.block, plan.num_leaves, grant.worker)
+        sampled = not done_again and self._auditor.draw(grant.step, grant.block, plan.num_leaves, *block.hands)
+        left_out = grant.step == self._left_out and self._overflows(block)
         decision = when_finished(
             measured, exact=self._exact, done_again=done_again, others=self._has_others(block), sampled=sampled,
-            comparable=sampled and self._can_be_compared(block),
+            comparable=sampled and self._can_be_compared(block), left_out=left_out,
         )  # fmt: skip
         if isinstance(decision, Count):
-            self._strikes.pop(grant.worker, None)
+            for worker in block.hands & self._seen.keys():
+                self._seen[worker].strikes = 0
             if (unusual := self._unusual.get(grant.worker)) is not None:
                 unusual[1] += 1
             return self._rule(block, decision)
@@ -274,7 +287,7 @@ class Verification:
 
     def _has_others(self, block: FinishedBlock) -> bool:
         """Whether others than who has finished it are here, or had a hand in it. Those may be gone."""
-        return bool({*self._machines, *block.workers.values()} - {block.grant.worker})
+        return bool({*self._machines, *block.hands} - {block.grant.worker})
 
     def _can_be_compared(self, block: FinishedBlock) -> bool:
         """Whether anybody could compute it, so that honest results are alike."""
@@ -304,38 +317,38 @@ class Verification:
         return {other for other in others if other in members and members[other].standing is not Standing.LATE}
 
     def _origin(self, block: FinishedBlock) -> Origin:
-        """How a block was computed, by all who had a hand in it."""
-        workers = {block.grant.worker, *block.workers.values()}
-        kinds = {self._kind(worker) for worker in workers}
-        workers.discard(block.grant.worker)
-        splits = {block.done.splits, *(self._seen[worker].splits for worker in workers if worker in self._seen)}
-        numerics = {self._numerics(worker) for worker in (*workers, block.grant.worker)}
+        """How a block was computed, by all who had a hand in it, and by the words of who has finished it. Of another's
+        part it is not known how often it was halved: it is judged as if that were as often (``_may_be_honest``), since
+        what its worker said of earlier blocks is to hide nothing of this one."""
+        kinds, numerics = ({of(worker) for worker in block.hands} for of in (self._kind, self._numerics))
         return Origin(
-            kinds.pop() if len(kinds) == 1 else "", splits.pop() if len(splits) == 1 else -1, block.done.drew,
+            kinds.pop() if len(kinds) == 1 else "", block.done.splits, block.done.drew,
             numerics.pop() if len(numerics) == 1 else "",
         )  # fmt: skip
 
     def numerics_of(self, block: FinishedBlock) -> set[str]:
         """How the sums of all who had a hand in it are made, as far as they are remembered."""
-        workers = {supplier.worker for supplier in block.suppliers.values()} | {block.grant.worker}
-        return {self._numerics(worker) for worker in workers} - {""}
+        return {self._numerics(worker) for worker in block.hands} - {""}
 
     def _numerics(self, worker: str) -> str:
         seen = self._seen.get(worker)
-        return "" if seen is None else seen.numerics
+        return "" if seen is None else seen.machine.numerics
 
     def _kind(self, worker: str) -> str:
         seen = self._seen.get(worker)
-        return "" if seen is None else seen.kind
+        return "" if seen is None else seen.machine.kind
+
+    def of_name(self, worker: str) -> tuple[str, list[str]]:
+        """The name that a worker has proved, if any, and all workers of that name, those among them that have left not
+        long ago."""
+        name = self._identity(worker)
+        others = [one for one, seen in self._seen.items() if one != worker and name and seen.identity == name]
+        return name, [worker, *others]
 
     def _identity(self, worker: str) -> str:
         """The name that it has proved, if any."""
         seen = self._seen.get(worker)
         return "" if seen is None else seen.identity
-
-    def _halved(self, worker: str, done: Done) -> None:
-        if (seen := self._seen.get(worker)) is not None:
-            seen.splits = done.splits
 
     def _sizes(self, block: FinishedBlock) -> dict[str, Size]:
         """A block's norm by role, as of a mean over its samples, beside what is usual now."""
@@ -365,18 +378,15 @@ class Verification:
     def leases(self, ready: Collection[str]) -> list[BlockGrant]:
         """Audits to lease now. ``ready``: workers that take work."""
         granted = []
-        now = self._context.run.clock()
-        for block in tuple(self._held):
+        now, most = self._context.run.clock(), self._auditor.config.most_open
+        waiting = [block for block in self._held if block.other is None and self._may_lease(block)]
+        at_once = sum(block.held is not None and block.held.lease is not None for block in self._held)
+        for block in waiting:
+            if at_once + self._store.num_released >= most:
+                break
             held = block.held
             assert held is not None
-            if block.other is not None:
-                continue
-            if held.lease is not None and not self._renewed(held):
-                continue
             like = [worker for worker in ready if self._numerics(worker) == block.origin.numerics]
-            at_once = sum(c.held is not None and c.held.lease is not None for c in self._held)
-            if at_once + self._store.num_released >= self._auditor.config.most_open:
-                continue
             able = [worker for worker in like if worker == held.worker or self._has_delivered(worker)]
             if all(worker == held.worker for worker in able):
                 patient = now - block.held_at < self._patience_s(held)
@@ -387,7 +397,7 @@ class Verification:
                     self._give_up(block)
                     continue
                 able = like
-            involved = {held.worker, *held.suppliers.values()}
+            involved = block.hands
             choices = [
                 Choice(
                     worker,
@@ -405,7 +415,7 @@ class Verification:
                 waits = held.why in (Why.NORM, Why.NOT_FINITE) and now - block.held_at < _ODD_PATIENCE_S
                 here = self._expected(block) if waits else able
                 there = [one for one in here if not self._of_one(one, involved)]
-                if set(there) <= held.asked | set(held.suppliers.values()) | {held.worker}:
+                if set(there) <= held.asked | involved:
                     self._held.remove(block)
                     self._give_up(block)
                 continue
@@ -416,6 +426,7 @@ class Verification:
                 deadline_s = min(deadline_s, max(late_s, self._pacing.config.min_deadline_s))
             grant = self._ledger.audit(held.step, held.block, worker, now=now, deadline_s=deadline_s)
             held.lease, held.second = grant.lease, worker
+            at_once += 1
             granted.append(grant)
         return granted
 
@@ -435,9 +446,12 @@ class Verification:
             grant.step == held.step for worker in ready if worker != held.worker for grant in self._ledger.held(worker)
         )
 
-    def _renewed(self, held: HeldBlock) -> bool:
-        """Whether its audit's lease ended without a result, and its memory is free again."""
-        assert held.lease is not None
+    def _may_lease(self, block: FinishedBlock) -> bool:
+        """Whether it has no audit: none yet, or its lease ended without a result and its memory is free again."""
+        held = block.held
+        assert held is not None
+        if held.lease is None:
+            return True
         audit = AuditKey(held.lease)
         if self._ledger.get(held.lease) is not None or self._store.is_receiving(audit):
             return False
@@ -451,24 +465,22 @@ class Verification:
         return one is None or other is None or (one.identity, one.place) != (other.identity, other.place)
 
     def _alike(self, worker: str, other: str) -> bool:
-        mine = self._machines.get(worker)
-        return mine is not None and mine == self._machines.get(other)
+        mine, theirs = self._seen.get(worker), self._seen.get(other)
+        return mine is not None and theirs is not None and mine.machine == theirs.machine
 
     def seconded(self, done: Done) -> None:
         """An audit is done; ``next_ruling`` compares."""
         for block in self._held:
             if block.held is not None and block.held.lease == done.lease:
                 block.other = done
-                self._halved(block.held.second, done)
 
     def joined(self, worker: str, machine: Machine, identity: str, place: Hashable) -> None:
         """``worker`` is a member: on what machine, by what proven name ("" for the run's secret), and where."""
         self._machines[worker] = machine
-        before = self._seen.pop(worker, None)
-        carries = {} if before is None else before.carries  # it has kept what was left out
-        self._seen[worker] = _Seen(identity, place, machine.kind, machine.numerics, carries=carries)
-        if len(self._seen) > _REMEMBERED:
-            del self._seen[next(iter(self._seen))]
+        self._departed.returned(worker)
+        before = self._seen.get(worker)
+        kept = {} if before is None else {name: getattr(before, name) for name in ("carries", "strikes", "vanished")}
+        self._seen[worker] = _Seen(identity, place, machine, **kept)
 
     def _of_one(self, worker: str, others: Iterable[str]) -> bool:
         """Whether it and one of these are workers of one proven name: nobody audits himself."""
@@ -478,19 +490,25 @@ class Verification:
     def left(self, worker: str) -> None:
         """The worker is gone; blocks that it has finished stay."""
         self._machines.pop(worker, None)
-        self._strikes.pop(worker, None)
-        self._unusual.pop(worker, None)
-        self._vanished.pop(worker, None)
+        self._forget(worker)
         self._disputes.pop(worker, None)
         for others in self._disputes.values():
             others.discard(worker)
+        if worker in self._seen and (forgotten := self._departed.left(worker)) is not None:
+            del self._seen[forgotten]
+            self._forget(forgotten)
+
+    def _forget(self, worker: str) -> None:
+        """What was found of the results of a worker, those among them that were judged after it had left."""
+        self._lacking.discard(worker)
+        self._unusual.pop(worker, None)
         self._auditor.forget(worker)
 
     def invalidate(self, worker: str) -> list[Ruling]:
         """Held blocks that this worker had a hand in are done again; what it computed of others' counts for nothing."""
         rulings = []
         for block in (*self._held, *self._unweighed, *self._waiting, *self._given_up):
-            if worker == block.grant.worker or worker in block.workers.values():
+            if worker in block.hands:
                 rulings.append(self._rule(block, Discard("it was quarantined")))
             elif block.held is not None and block.held.second == worker:
                 rulings.append(Ruling(block, (), self._end_audit(block)))
@@ -508,6 +526,8 @@ class Verification:
             elif self._waiting and not self._first_is_held:
                 block = self._waiting.pop(0)
                 ruling = self._weighed(block)
+            elif (left_out := self._held_in_vain()) is not None:
+                ruling = self._rule(left_out, Count(LEFT_OUT))
             elif self._given_up:
                 ruling = await self._without_another(self._given_up[0])
             elif (seconded := next((c for c in self._held if c.other is not None), None)) is not None:
@@ -515,6 +535,22 @@ class Verification:
             else:
                 return None
         return ruling
+
+    def counted(self, block: FinishedBlock) -> None:
+        """A finished block counts."""
+        if self._overflows(block):
+            self._left_out = block.grant.step
+
+    def _overflows(self, block: FinishedBlock) -> bool:
+        """Whether a gradient of it is not finite, so that nothing of a step is applied in which it counts."""
+        return any(self._roles[bucket] == "grad" for bucket in block.not_finite)
+
+    def _held_in_vain(self) -> FinishedBlock | None:
+        """A held block that need not be looked at, since its step is left out."""
+        for block in (*self._held, *self._given_up):
+            if block.grant.step == self._left_out and self._overflows(block):
+                return block
+        return None
 
     async def _weigh(self, block: FinishedBlock) -> Ruling | None:
         early = self._early.pop(block.grant.block, {})
@@ -555,16 +591,15 @@ class Verification:
         assert held.lease is not None
         assert other is not None
         mine, theirs = self._store.pieces(held.block), self._store.pieces(AuditKey(held.lease))
-        unlike = not self._alike(held.worker, held.second)
-        may_overflow = self._precision == "fp16" and unlike and held.why is Why.NOT_FINITE
+        equal = all(self._alike(worker, held.second) for worker in block.hands)
+        may_overflow = self._precision == "fp16" and not equal and held.why is Why.NOT_FINITE
         between = await self._run(lambda: self._deviation(block, mine, theirs, other, may_overflow=may_overflow))
         if not self._is_held(block, other):
             return None
-        equal = self._alike(held.worker, held.second)
         first, second = block.origin, self._of_second(held, other, drew=other.drew)
         both_drew = first.drew and second.drew
         self._draws |= both_drew and self._apart(held.second, held)
-        equal_cpus = equal and self._machines[held.worker].device == "cpu" and first.splits == second.splits
+        equal_cpus = equal and self._seen[held.second].machine.device == "cpu" and first.splits == second.splits
         tolerance = self._tolerance(equal_cpus=equal_cpus)
         agreed = between.relative <= tolerance
         alike = first.is_like(second)
@@ -593,8 +628,12 @@ class Verification:
         if equal_cpus and not between.same_bits and not self._warned:
             self._warned = True
             self._context.phase.warn(f"equal machines computed a block with other last bits ({between})")
-        self._auditor.agreed(held.worker, held.second)
+        self._agreed(held.worker, held.second)
         return self._rule(block, decision)
+
+    def _agreed(self, *workers: str) -> None:
+        """What these have said was compared. Of those who have left meanwhile nothing is kept."""
+        self._auditor.agreed(*(worker for worker in workers if worker in self._machines))
 
     async def _compare_reports(self, block: FinishedBlock, other: Done) -> bool:
         """Two have the same sums. Where losses or metrics differ, the coordinator computes the block too, and who alone
@@ -634,7 +673,7 @@ class Verification:
                 continue
             at = 0 if name in odd[0] else 1
             if name not in reports[at]:  # it had too many others before, or leaves it out: nothing false is shown
-                self._lacking.add(pair[at])
+                self._lacking |= {pair[at]} & self._machines.keys()
             elif pair[at] not in self._misreporting:
                 self._misreporting.add(pair[at])
                 liar, honest = [self._named(pair[place]) for place in (at, 1 - at)]
@@ -652,11 +691,13 @@ class Verification:
         """Two of one kind differ, and here other random numbers would be drawn."""
         held, present = block.held, self._machines
         assert held is not None
-        one, other = held.suppliers.get(between.bucket, held.worker), held.second
+        if not block.is_vouched_for(between):  # it may have been halved otherwise: it is done again, whole
+            return self._rule(block, *when_disputed(held, between, {}))
+        one, other = held.said_by(between), held.second
         if one in present and other in present:
             self._disputes.setdefault(one, set()).add(other)
             self._disputes.setdefault(other, set()).add(one)
-        self._done_again.add((held.step, held.block.start))
+        self._do_again(held)
         of_kind = {worker for worker, machine in present.items() if machine.kind == block.origin.kind}
         votes = {}
         for worker in (one, other):
@@ -684,7 +725,7 @@ class Verification:
         if impossible:
             return self._rule(block, *when_impossible(held, splits, impossible))
         if reference is None:
-            self._done_again.add((held.step, held.block.start))
+            self._do_again(held)
             self._context.phase.warn(
                 f"a block of step {held.step} is odd ({held.why.value}) and is done again" if between is None
                 else f"two computations of a block of step {held.step} differ ({between}); it is done again"
@@ -705,19 +746,59 @@ class Verification:
             second = await self._second_distance(self._store.pieces(AuditKey(held.lease)), words, reference)
             if not self._is_held(block, words):
                 return None
-        decisions = when_recomputed(held, own, second, self._tolerance(equal_cpus=False))
-        if between is not None and not any(isinstance(decision, Quarantine) for decision in decisions):
+        proven = own.relative <= self._tolerance(equal_cpus=False) or not await self._may_be_honest(block, own, splits)
+        if not self._is_held(block, words):
+            return None
+        decisions = when_recomputed(held, own, second, self._tolerance(equal_cpus=False), proven=proven)
+        if between is not None and [*map(type, decisions)] == [Count]:
             self._tell_of_differences(held, between, own, second)
         if isinstance(decisions[0], Count):
-            self._auditor.agreed(held.worker)
+            self._agreed(held.worker)
         return self._rule(block, *decisions)
+
+    def _do_again(self, held: HeldBlock) -> None:
+        """Nobody can say what is wrong with it: what comes next of these leaves counts."""
+        self._done_again = {one for one in self._done_again if one[0] == held.step} | {(held.step, held.block.start)}
+
+    async def _may_be_honest(self, block: FinishedBlock, own: Deviation, splits: int) -> bool:
+        """Whether who sent what differs most of it may have computed that. Its lease has not been done, so that it has
+        not said how often it had halved its microbatches: that was not ``splits`` times."""
+        if block.is_vouched_for(own):
+            return False
+        held, step, words, recomputation = block.held, self._context.aggregator.step, block.other, self._recomputation
+        assert held is not None
+        assert step is not None
+        assert recomputation is not None
+        lease = block.suppliers[own.bucket].lease
+        part = [bucket for bucket, supplier in block.suppliers.items() if supplier.lease == lease]
+        largest = max(step.plan.samples_in(leaf, leaf + 1) for leaf in range(*held.block))
+        for halvings in range((largest - 1).bit_length() + 1):
+            if halvings == splits:
+                continue
+            reference = await recomputation.recompute(step.plan, held.block, halvings)
+            if not self._is_held(block, words):
+                return True
+            if reference is None and recomputation.refused:
+                continue  # by the job: nobody has computed it so
+            if reference is None or reference.splits != halvings:
+                return True  # nobody knows
+            pieces, sent = [*reference.vector.buckets], self._store.pieces(held.block)
+            for bucket in part:
+                pieces[bucket] = sent[bucket]
+            present = reference.present.union(part)
+            found = await self._run(
+                partial(compare, self._layout, pieces, present, reference.vector.buckets, reference.present)
+            )
+            if found.relative <= self._tolerance(equal_cpus=False):
+                return True
+        return False
 
     def _tell_of_differences(
         self, held: HeldBlock, between: Deviation, own: Deviation, second: Deviation | None
     ) -> None:
         """Two workers that should compute the same do not, and neither is so far off that it is proven wrong."""
         same, allowed = self._tolerance(equal_cpus=True), self._tolerance(equal_cpus=False)
-        pair = held.suppliers.get(between.bucket, held.worker), held.second
+        pair = held.said_by(between), held.second
         odd = [worker for worker, far in zip(pair, (own, second), strict=True) if far and far.relative > same]
         key = odd[0] if len(odd) == 1 and second is not None else ""
         if key in self._differing or len(self._differing) >= _MOST_TOLD:
@@ -752,7 +833,7 @@ class Verification:
     def _beside_an_unlike_one(self, block: FinishedBlock, reference: ReferenceResult, *, alike: bool) -> Ruling:
         """An odd result in a lossy codec or, where not ``alike``, with other random numbers in it, beside what the
         block gives without the codec and with the coordinator's numbers."""
-        held, pieces, worker = block.held, reference.vector.buckets, block.grant.worker
+        held, pieces = block.held, reference.vector.buckets
         assert held is not None
         found = {b: weighed(pieces[b], self._roles[b]) for b in reference.present if b in self._floats}
         norms = {bucket: norm for bucket, (norm, _) in found.items()}
@@ -765,30 +846,54 @@ class Verification:
 
         odd = list(filter(is_odd, block.not_finite))
         may_overflow = self._precision == "fp16" and block.origin.kind != self._own_kind
-        strikes, size, known = 0, "", self._strikes
+        strikes, size, worker, in_a_row = 0, "", held.worker, True
         if finite and not (odd and (alike or may_overflow)):
             sizes, true = self._sizes(block), self._mean_norms(norms, block.samples)
             honest_loss = may_overflow or not all(map(math.isfinite, reference.losses))
             if self._exact and not odd and is_next_to_nothing(sizes, true):
-                size, known = "next to nothing beside", self._vanished
+                size, in_a_row = "next to nothing beside", False
+                worker = held.said_by(max(norms, key=norms.__getitem__))
             elif odd or not (honest_loss or all(map(math.isfinite, block.done.losses))):
                 size = "not finite, unlike"
-            elif is_far_larger(sizes, self._with_carried(worker, true)):
-                size = "far larger than"
+                worker = held.said_by(odd[0]) if odd else held.worker
+            elif larger := self._who_sent_more(block, sizes, true):
+                size, worker = "far larger than", larger
             if size:
-                strikes = known[worker] = known.get(worker, 0) + 1
+                strikes = self._strike(worker, in_a_row=in_a_row)
             else:
-                self._strikes.pop(worker, None)
-                self._vanished.pop(worker, None)
-                if held.why is Why.NORM:
+                for one in block.hands & self._seen.keys():
+                    self._seen[one].strikes = self._seen[one].vanished = 0
+                # Of several it is not known who sent more than usual.
+                if held.why is Why.NORM and block.hands <= {held.worker} & self._machines.keys():
                     self._tell_of_unusual_ones(block)
         return self._rule(
             block,
             *when_only_sizes_compare(
-                held, odd, true_is_finite=finite, strikes=strikes, alike=alike, may_overflow=may_overflow,
-                size=size, in_a_row=known is self._strikes,
+                held, odd, worker, true_is_finite=finite, strikes=strikes, alike=alike, may_overflow=may_overflow,
+                size=size, in_a_row=in_a_row,
             ),
         )  # fmt: skip
+
+    def _who_sent_more(self, block: FinishedBlock, sizes: Mapping[str, Size], true: Mapping[str, float]) -> str:
+        """Who sent the most of what is larger than it may be of a gradient of the ``true`` sizes, "" where none is."""
+        assert block.held is not None
+        may_be = {worker: self._with_carried(worker, true) for worker in block.hands}
+        for role, size in sizes.items():
+            of_role = [bucket for bucket in block.norms if self._roles[bucket] == role]
+            worker = block.held.said_by(max(of_role, key=block.norms.__getitem__))
+            if is_far_larger({role: size}, may_be[worker]):
+                return worker
+        return ""
+
+    def _strike(self, worker: str, *, in_a_row: bool) -> int:
+        """A part of a block was not of the size that the block gives. The how manieth of its sender's that is."""
+        if (seen := self._seen.get(worker)) is None:
+            return 1
+        if in_a_row:
+            seen.strikes += 1
+            return seen.strikes
+        seen.vanished += 1
+        return seen.vanished
 
     def _tell_of_unusual_ones(self, block: FinishedBlock) -> None:
         """One more that is larger than usual, and counts: nobody can tell it from what a codec has left out before."""
@@ -823,7 +928,8 @@ class Verification:
         void = self._end_audit(block)
         if any(isinstance(one, Count) for one in decisions) and all(map(math.isfinite, block.norms.values())):
             for bucket, unusual in block.not_finite.items():
-                if unusual and block.held and self._roles[bucket] == "mean":
+                looked_at = block.held is not None and block.grant.step != self._left_out
+                if unusual and looked_at and self._roles[bucket] == "mean":
                     odd = ~torch.isfinite(self._store.piece(block.grant.block, bucket))
                     self._not_finite[bucket] = odd | self._not_finite.get(bucket, odd)
             for role, size in self._sizes(block).items():

@@ -21,7 +21,14 @@ from w5xde_async.errors import StoreError, UsageError
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.credentials import Credentials
 from w5xde_async.net.endpoint import format_address
-from w5xde_async.net.join import Invitation, check_strength, new_secret, read_secret_file, write_private_line
+from w5xde_async.net.join import (
+    Invitation,
+    check_strength,
+    new_secret,
+    read_join_file,
+    read_secret_file,
+    write_private_line,
+)
 from w5xde_async.net.own_addresses import advertised, own_addresses
 from w5xde_async.net.tls import OWN_FILES, certificate_hash, is_loopback, own_certificate, server_context, write_private
 from w5xde_async.store.filesystem import read_regular, regular
@@ -104,7 +111,7 @@ class Access:
         if ours is None or path is None:
             return ""
         try:
-            there = Invitation.parse(read_secret_file(path, kind="join file"), place="")
+            there = read_join_file(path)
         except UsageError:  # none is there, or something else
             return ""
         same = there.certificate == ours.certificate

@@ -1,7 +1,7 @@
 """Who is alive: silence, links that take nothing, workers that never become ready, leases past their deadline.
 
-Looks at everything once a tick; time is an argument. A peer counts as alive while bytes come from it, and is told that
-we are when nothing else is on its way to it.
+Looks at everything once a tick; time is an argument. A peer counts as alive while frames come from it, or more of a
+long one than heartbeats would be, and is told that we are when nothing else is on its way to it.
 """
 
 from __future__ import annotations
@@ -116,12 +116,11 @@ class Liveness:
             session.abort(f"it has taken nothing of what was sent for {stalled_s:.0f} s", silent=True)
 
     def _receiving(self, session: Session, now: float) -> None:
-        received = session.link.bytes_received
-        if received == session.seen_bytes:
+        if not session.link.heard(self._config.heartbeat_s, self._config.silence_s):
             if session.rank and session.island is not None and now - session.heard_at >= self._config.silence_s:
                 session.abort(f"silent for {now - session.heard_at:.0f} s", silent=True)
             return
-        session.seen_bytes, session.heard_at = received, now
+        session.heard_at = now
         if session in self._joining:
             self._joining[session] = now
         elif not session.rank and session.worker_id in self._membership.members:

@@ -48,7 +48,7 @@ class ProgramServer:
         self._known = False
         self._digest = b""
         self._buffers: list[tuple[BufferSpec, Buffer]] = []
-        self._reason = "this coordinator makes none"
+        self._reason = "this coordinator makes none: its CoordinatorConfig has code_free=False"
         self.taking: Taking | None = None  #: which leaves workers without the job's code compute, once that is known
 
     def go_on_from(self, before: ProgramServer) -> None:

@@ -238,8 +238,8 @@ class Roster:
         member = self.membership.members.get(session.worker_id)
         if member is None:
             return -math.inf
-        if session.link.bytes_received != session.seen_bytes:
-            session.seen_bytes, member.last_seen = session.link.bytes_received, now
+        if session.link.heard(self._config.heartbeat_s, self._config.silence_s):
+            member.last_seen = now
         if now - member.last_seen < 2 * self._config.heartbeat_s:
             return self._goodbye_at + _RETURN_S
         return member.last_seen + _SILENT_RETURN_S
@@ -287,16 +287,16 @@ class Roster:
             if name in (session.identity, session.worker_id):
                 session.abort(reason)
 
-    def quarantine(self, worker_id: str, session: Session | None, reason: str) -> bool:
+    def quarantine(self, worker_id: str, session: Session | None, reason: str, *, identity: str = "") -> bool:
         """A worker's result was proven wrong: end its link and keep it out. False where that is not wanted.
 
-        ``session``: its own, where it may have left already.
+        ``session``: its own, where it may have left already. ``identity``: the name that it had proved, if any.
         """
         if worker_id in self._quarantined:
             return True
         session = self.sessions.get(worker_id) or session
         if session is None:
-            name, identity = self.contributions.name_of(worker_id) or worker_id, ""
+            name = self.contributions.name_of(worker_id) or worker_id
         else:
             name, identity = session.name, session.identity
         wanted = self._config.quarantine
@@ -321,8 +321,8 @@ class Roster:
             session.abort(reason)  # it is told why when it comes back
             return
         member.standing = Standing.OUT
+        session.refuse(refusal)  # first: it did not die of what it had
         self._scheduling.take_back(session)
-        session.refuse(refusal)
         asyncio.get_running_loop().call_later(1.0, session.abort, reason)
 
     def keep_to(self, asked: str) -> list[str]:

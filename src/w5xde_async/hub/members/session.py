@@ -65,6 +65,7 @@ from w5xde_async.wire.messages import (
     Rendezvous,
     Report,
     Result,
+    Revoke,
     Submit,
     Unread,
     Volunteer,
@@ -73,7 +74,7 @@ from w5xde_async.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-_MOST_MESSAGES = 256  # small ones that may wait for one worker
+_MOST_MESSAGES = 256  # small ones that may wait for one worker, beside a revoke for each of its leases
 _TALK_RATE, _TALK_BURST = 256, 2048  # messages a second, and at once, that no lease authorizes
 _GARBAGE_BYTES = 64 << 20  # results that nothing authorizes: more than this in a row is no accident
 
@@ -215,7 +216,6 @@ class Session:
         self._told = (0, 0.0)  # bytes and seconds of results of which ``results_since`` has told
         self.current_version = -1  # the version that was published
         self.unsent: set[int] = set()  # buckets whose newest value this worker has not been sent
-        self.seen_bytes = 0
         self.admitted_at = 0.0
         self.uptake = Uptake()
         self._asked_of = 0  # the lease of ``has_taken``
@@ -241,6 +241,7 @@ class Session:
         self._clock, self._wall = clock, wall
         self._closing = self._mismatch = False
         self.told = asyncio.Event()  #: its last message has left, or its link has ended
+        self._revokes = 0  # that wait to be sent
         self._scratch = bytearray()
         self._garbage = 0
         self._aggregating = False
@@ -344,7 +345,7 @@ class Session:
         """Serve the worker until either side ends. Never raises for what the peer does."""
         reason, clean, member = "", False, False
         try:
-            async with asyncio.timeout(self._handshake_s):
+            async with asyncio.timeout(self._handshake_s - self.link.greeted_s):
                 if not await self._greet():
                     return
             member = True
@@ -645,9 +646,16 @@ class Session:
 
     def post(self, message: Message, buffers: Sequence[tuple[BufferSpec, Buffer]] = ()) -> None:
         """Queue a message. A worker that makes us say more and more, but reads none of it, is dropped."""
-        self.outbox.post(encode(message, buffers))
-        if self.outbox.num_messages > _MOST_MESSAGES:
+        if type(message) is Revoke:
+            self._revokes += 1
+            self.outbox.post(encode(message), sent=self._revoke_left)
+        else:
+            self.outbox.post(encode(message, buffers))
+        if self.outbox.num_messages - self._revokes > _MOST_MESSAGES:
             self.abort(f"it takes none of what it is told ({_MOST_MESSAGES} messages)")
+
+    def _revoke_left(self) -> None:
+        self._revokes -= 1
 
     def post_lease(self, lease: Lease, buffers: Sequence[tuple[BufferSpec, Buffer]]) -> None:
         """Queue a lease; ``withdraw`` takes it back as long as it is not on its way."""
@@ -693,6 +701,7 @@ class Session:
     def refuse(self, refusal: Refusal) -> None:
         """Say no to one that was let in; the worker then closes."""
         for session in self.links:
+            session.given_up = True
             session._end_reason = refusal.reason
             session.post(refusal)
 

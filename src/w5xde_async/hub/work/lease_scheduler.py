@@ -142,9 +142,10 @@ class LeaseScheduler:
         self._fresh.append(grant)
 
     def grant_again(self, worker: str, lease: int, now: float) -> None:
-        """``worker`` has still what it computed under a lease that ended: it has the block again, if that is free."""
+        """``worker`` has still what it computed under a lease that ended: it has the block again, if that is free and
+        it has not as many as a worker may have."""
         past = self._ledger.past(worker, lease)
-        if past is None:
+        if past is None or self._ledger.num_held_up_to(worker, past.step) >= self._pacing.config.leases_ahead:
             return
         deadline_s = self._pacing.deadline_s(worker, past.block.num_leaves)
         grant = self._ledger.grant_again(past, now=now, deadline_s=deadline_s)
@@ -312,8 +313,9 @@ class LeaseScheduler:
                             self._queue(worker, queue, held + 1)
                         else:
                             self._refused[worker] = None
-                            if self._turn is not None and self._turn[0] == worker and not has_credit(worker):
-                                self._turn = None  # its line is full, and others need not wait for that
+                            if self._turn is not None and self._turn[0] == worker:
+                                # Its line is full, or it has failed on what there is: others need not wait for that.
+                                self._turn, self.look_again_at = None, min(self.look_again_at, now + TURN_S)
 
     def _grant_one(self, worker: str, step: int, now: float, *, current: bool) -> bool:
         """Lease ``worker`` a block of ``step``. False where there is none for it."""
