@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.telemetry.events import Bus, Event, RunFinished, StepCommitted, Warned, WorkerLeft
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.frame import encode
-from w5xde_async.wire.messages import Bye, ByeCode, Refusal
+from w5xde_async.wire.messages import Bye, ByeCode, Heartbeat, Refusal
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection.connection import Connection
 from w5xde_async.worker.service import Departure, RunFailed, Worker
@@ -496,6 +497,21 @@ async def test_a_worker_that_builds_its_model_while_the_coordinator_stops_hears_
     assert not [message for message in caplog.messages if message.startswith("coordinator lost")]
 
 
+@pytest.mark.parametrize("ends_with_it", [False, True])
+async def test_a_worker_that_is_ready_as_the_coordinator_stops_waits_for_it_to_come_back(ends_with_it: bool) -> None:
+    """The answer to its READY says so, and may overtake the goodbye."""
+    async with Coordinator(jobs.mlp_sgd(), config=settings()) as coordinator:
+        assert coordinator._training is not None
+        roster = coordinator._training.roster
+        join, answers = roster.joined, [Refusal(RefusalCode.SHUTTING_DOWN, "closed", "")]
+        roster.joined = lambda session, ready: answers.pop() if answers else join(session, ready)  # type: ignore[method-assign]
+        worker = Worker(coordinator.address, job=jobs.mlp_sgd(), config=WORKER)
+        if ends_with_it:
+            worker.end_with_coordinator()
+        assert await worker.run() is (Departure.DRAINED if ends_with_it else Departure.FINISHED)
+        assert not answers
+
+
 async def test_a_worker_that_builds_its_model_is_sent_the_last_message_before_its_link_is_cut() -> None:
     async with scripted() as run:
         await run.worker("late", ready=False)
@@ -598,6 +614,58 @@ async def test_who_is_cut_off_at_the_end_may_come_back_later(noticed: bool) -> N
             hurry = True
             roster._returned.set()
         await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_worker_whose_frames_do_not_end_counts_as_silent() -> None:
+    """A length was damaged on its way: its heartbeats vanish in a frame that never ends, and with them its leases."""
+    async with scripted(silence_s=12.0, heartbeat_s=3.0) as run:
+        damaged, other = await run.worker("damaged"), await run.worker("other")
+        await damaged.lease()
+        beat = encode(Heartbeat("computing"))[0]
+        await damaged.link.send([bytes([0, 4, *beat[2:]])])
+        for _ in range(5):
+            assert not damaged.ended()
+            await run.pass_time(3.0)
+            await other.beat()
+            with suppress(LinkLost):
+                await damaged.beat()
+        assert damaged.ended()
+        left = [event for event in run.events if isinstance(event, WorkerLeft)]
+        assert [(event.name, event.reason, event.leases_returned) for event in left] == [
+            ("damaged", "silent for 12 s", 1)
+        ]
+
+
+@pytest.mark.parametrize("served", [True, False])
+async def test_a_worker_that_was_of_use_outlives_a_frame_that_the_line_has_changed(served: bool) -> None:
+    config = settings(min_workers=1 if served else 2)
+    async with Coordinator(replace(jobs.mlp_sgd(), max_steps=40), config=config) as coordinator:
+        worker = Worker(coordinator.address, job=jobs.mlp_sgd(), config=WORKER)
+        running = asyncio.create_task(worker.run())
+        async with asyncio.timeout(30):
+            while worker._connection is None or worker._connection.leases is None:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            connection = worker._connection
+            assert connection.leases is not None
+            while connection.leases.num_applied < served:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        connection._outbox.post([b"\x00\x00\x00\x05noise"])
+        if served:
+            assert await running is Departure.FINISHED
+            assert (await coordinator.wait()).outcome == "finished"
+        else:
+            with pytest.raises(Refused, match="malformed frame"):
+                await running
+
+
+async def test_a_long_frame_over_a_slow_line_is_a_sign_of_life() -> None:
+    async with scripted(silence_s=12.0, heartbeat_s=3.0) as run:
+        slow = await run.worker("slow")
+        data = b"".join(slow.result(await slow.lease(), 0))
+        for at in range(0, len(data), 8 << 10):  # 5.5 kbit/s
+            await slow.link.send([data[at : at + (8 << 10)]])
+            await run.pass_time(11.9)
+        assert not slow.ended()
 
 
 async def test_a_worker_that_is_gone_for_good_holds_the_end_up_for_half_a_minute_at_most() -> None:

@@ -16,9 +16,11 @@ from tests.support.jobs import mlp_sgd
 
 from w5xde_async.compute.engine import Engine
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.hub.members.program_server import ProgramServer
 from w5xde_async.job import Job
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.engine_source import EngineSource
 from w5xde_async.worker.service import Departure, Worker
 from w5xde_async.worker.uplink import uplink
 
@@ -53,6 +55,34 @@ async def leaving(worker: Worker, hanging: Hanging) -> AsyncIterator[None]:
     finally:
         hanging.go_on.set()
         assert await running is Departure.DRAINED
+
+
+async def test_while_it_builds_the_model_no_grace_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    builds, plain = Hanging(), EngineSource._build
+
+    def build(self: EngineSource, *args: Any) -> Any:
+        builds()
+        return plain(self, *args)
+
+    monkeypatch.setattr(EngineSource, "_build", build)
+    async with Coordinator(long(), config=settings()) as coordinator:
+        worker = Worker(coordinator.address, job=mlp_sgd(), config=replace(WORKER, grace_s=3600.0))
+        async with leaving(worker, builds):
+            await builds.wait()
+            worker.drain("SIGTERM")
+
+
+async def test_while_it_waits_for_the_program_no_grace_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProgramServer, "_answer", lambda *_: None)  # as one that is being made
+    asked, asks = asyncio.Event(), ProgramServer.ask
+    monkeypatch.setattr(ProgramServer, "ask", lambda self, *given: (asks(self, *given), asked.set()))
+    async with Coordinator(long(), config=settings()) as coordinator:
+        worker = Worker(coordinator.address, config=replace(WORKER, grace_s=3600.0))
+        running = asyncio.create_task(worker.run())
+        async with asyncio.timeout(30.0):
+            await asked.wait()
+            worker.drain("SIGTERM")
+            assert await running is Departure.DRAINED
 
 
 def long() -> Job:

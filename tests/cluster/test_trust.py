@@ -21,14 +21,16 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import RefusalCode, Refused, UsageError, W5xdeError
+from w5xde_async.errors import RefusalCode, Refused, Unreachable, UsageError, W5xdeError
 from w5xde_async.hub.members import roster
 from w5xde_async.job import Job
+from w5xde_async.net.endpoint import listen
 from w5xde_async.net.join import Invitation
-from w5xde_async.net.tls import TlsFiles, own_certificate
+from w5xde_async.net.link import Link
+from w5xde_async.net.tls import TlsFiles, own_certificate, server_context
 from w5xde_async.telemetry.events import Event, Warned, WorkerJoined, WorkerLeft
 from w5xde_async.wire.frame import encode
-from w5xde_async.wire.messages import PROTOCOL_VERSION, Hello, Proof
+from w5xde_async.wire.messages import PROTOCOL_VERSION, Hello, Proof, Refusal
 from w5xde_async.worker.service import Departure, Worker
 
 
@@ -174,6 +176,28 @@ async def test_one_who_sits_between_with_his_own_certificate_passes_no_proof_on(
         mallory.close()
         await mallory.wait_closed()
         await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("code", RefusalCode)
+async def test_who_has_only_a_certificate_of_his_own_ends_no_worker_and_tells_it_nothing(
+    tmp_path: Path, code: RefusalCode
+) -> None:
+    """The worker knows the secret alone: whoever answers has to prove that it knows it before it is believed."""
+    own = await asyncio.to_thread(own_certificate, tmp_path / "mallory", "mallory")
+
+    async def refuse(link: Link) -> None:
+        await link.recv()
+        await link.send(encode(Refusal(code, "the run is finished", "thank you")))
+        await link.aclose()
+
+    mallory = await listen("127.0.0.1", 0, refuse, ssl=server_context(own))
+    made = worker(f"127.0.0.1:{mallory.port}", token="x", tls=TlsFiles(own.cert, own.key), connect_timeout_s=0.5)
+    with pytest.raises((Refused, Unreachable)) as caught:
+        await made.run()
+    assert isinstance(caught.value, Refused) == (code.name in ("PROTOCOL_VERSION", "AUTHENTICATION", "PROTOCOL_ERROR"))
+    assert "finished" not in str(caught.value)
+    assert "thank you" not in str(caught.value)
+    await mallory.aclose()
 
 
 async def test_both_sides_must_agree_about_tls(tmp_path: Path):

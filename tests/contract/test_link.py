@@ -223,6 +223,37 @@ async def test_big_frames_arrive_whole(pair: Pair, nbytes: int):
     assert pair.far.bytes_received >= 3 * nbytes
 
 
+async def test_a_peer_is_heard_by_whole_frames_and_by_much_of_a_long_one(pair: Pair):
+    """Heartbeats that vanish in a frame whose length was damaged say nothing: else the link would hang for ever."""
+    beat = b"".join(encode(Heartbeat("idle")))
+    assert not pair.far.heard(1.0, 3.0)
+    await pair.near.send([beat])
+    await pair.far.recv()
+    assert pair.far.heard(1.0, 3.0)
+    assert not pair.far.heard(1.0, 3.0)
+    damaged = bytes([beat[0], beat[1] | 0x04, *beat[2:]])
+    receiving = asyncio.create_task(pair.far.recv())
+    for sent in range(len(beat), 2000, len(beat)):
+        await pair.near.send([damaged])
+        await until(lambda sent=sent: pair.far.bytes_received >= len(beat) + sent)
+        assert not pair.far.heard(1.0, 3.0)
+        damaged = beat
+    await pair.near.send([bytes(4096)])
+    await until(lambda: pair.far.heard(1.0, 3.0))
+    receiving.cancel()
+    await asyncio.gather(receiving, return_exceptions=True)
+
+
+async def test_what_comes_while_nobody_receives_is_heard(pair: Pair):
+    await pair.near.send(encode(Heartbeat("idle")))
+    await pair.far.recv()
+    assert pair.far.heard(1.0, 3.0)
+    await pair.near.send([*encode(Heartbeat("one")), *encode(Heartbeat("two"))])
+    await pair.far.recv()
+    assert pair.far.heard(1.0, 3.0)
+    await pair.far.recv()
+
+
 async def test_both_directions_at_once(pair: Pair):
     payload = pattern(3_000_000)
     results = await asyncio.gather(

@@ -15,6 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from tests.support.cluster import settings
 from tests.support.jobs import mlp_sgd
 
@@ -343,6 +349,16 @@ def test_a_key_that_others_may_read_is_refused_on_both_sides(
         files.key.chmod(0o644)
         with pytest.raises(UsageError, match="can be read by others"):
             make(files)
+
+
+@pytest.mark.parametrize("make", [server_context, client_context])
+def test_a_key_with_a_passphrase_is_refused_and_nothing_asked(make: Callable[[TlsFiles], Any], tmp_path: Path) -> None:
+    files = own_certificate(tmp_path, "digits")
+    assert files.key is not None
+    key = load_pem_private_key(files.key.read_bytes(), None)
+    files.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")))
+    with pytest.raises(UsageError, match=f"the key {files.key} is encrypted: give one without a passphrase"):
+        make(files)
 
 
 def test_the_dates_of_a_certificate(tmp_path: Path) -> None:

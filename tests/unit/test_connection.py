@@ -298,6 +298,25 @@ async def test_applied_leases_are_counted() -> None:
         assert (coordinator.leases.num_applied, coordinator.leases.num_stale) == (2, 1)
 
 
+async def test_what_was_in_vain_is_said_once_a_minute_for_each_code(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    caplog.set_level("INFO")
+    async with served(clock=lambda: now) as coordinator:
+        for lease in range(40):  # two seconds apart
+            await coordinator.say(Verdict((lease,), VerdictCode.DUPLICATE, "it was computed to compare"))
+            await coordinator.settle()
+            now += 2.0
+        await coordinator.say(Verdict((99,), VerdictCode.STALE, "it took too long"))
+        await coordinator.settle()
+        assert coordinator.leases.num_stale == 41
+    told = [record.getMessage() for record in caplog.records if "not applied" in record.getMessage()]
+    assert told == [
+        "leases not applied leases=[0] reason=it was computed to compare",
+        "leases not applied leases=[30] reason=it was computed to compare (29 more since that was said last)",
+        "leases not applied leases=[99] reason=it took too long",
+    ]
+
+
 @pytest.mark.parametrize("coded", [False, True])
 async def test_after_standing_still_it_reads_what_came_before_it_goes_on(
     coded: bool, monkeypatch: pytest.MonkeyPatch
@@ -405,6 +424,39 @@ def test_a_silent_coordinator_is_given_up_before_there_is_a_model(asks: bool, en
             await running
         assert loop.time() - begun == pytest.approx(12.0 if asks else 60.0, abs=2.0)
         far.abort()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(join())
+
+
+def test_a_coordinator_whose_frames_do_not_end_is_given_up() -> None:
+    """A length was damaged on its way: all that follows is taken for the rest of that frame."""
+
+    async def join() -> None:
+        near, far = memory_pair()
+        near.caps = far.caps = SESSION_CAPS
+        loop = asyncio.get_running_loop()
+        welcome = Welcome("0" * 16, "served", 1, 0, "fp32", 2, 1, 64 << 10, bytes(32), 3.0, 12.0)
+        connection = Connection(near, welcome, ComputeThread(pool=Held(), clock=loop.time))
+
+        async def prepare(receive: Receive, outbox: Outbox) -> Any:
+            return await fetch_program(receive, outbox, b"")
+
+        async def beat(damaged: bytes) -> None:
+            with suppress(LinkLost):
+                await far.send([damaged])
+                while True:
+                    await asyncio.sleep(3.0)
+                    await far.send(encode(Heartbeat("step 9 of 10")))
+
+        begun = loop.time()
+        whole = bytes(encode(Heartbeat("step 9 of 10"))[0])
+        beating = asyncio.create_task(beat(bytes([0, 4, *whole[2:]])))
+        with pytest.raises(LinkLost, match="the coordinator was silent"):
+            await connection.run(prepare)
+        assert loop.time() - begun == pytest.approx(12.0, abs=3.0)
+        far.abort()
+        await beating
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(join())

@@ -38,7 +38,7 @@ from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection import dialing
 from w5xde_async.worker.connection import target as target_module
 from w5xde_async.worker.connection.dialing import Dialer
-from w5xde_async.worker.connection.handshake import prove_each_other
+from w5xde_async.worker.connection.handshake import RefusedUnproved, prove_each_other
 from w5xde_async.worker.service import Worker
 
 _SECRET = "a secret that is long enough: 9f8e7d6c"
@@ -412,7 +412,7 @@ def test_of_several_addresses_the_first_that_answers_counts(run: Any) -> None:
     assert tried[-1][1] - tried[0][1] < 1
 
 
-@pytest.mark.parametrize("answer", ["not TLS", "another certificate", "TLS"])
+@pytest.mark.parametrize("answer", ["not TLS", "another certificate", "TLS", "a refusal"])
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_who_answers_for_a_coordinator_that_is_away_does_not_send_a_worker_of_its_away(
     run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answer: str, comes_back: bool
@@ -424,6 +424,8 @@ def test_who_answers_for_a_coordinator_that_is_away_does_not_send_a_worker_of_it
     async def join(link: Any, **_: Any) -> Any:
         if stranger[0] and answer == "TLS":
             raise FrameTooLarge("header", 0x1503 << 16, 1 << 16)
+        if stranger[0] and answer == "a refusal":
+            raise RefusedUnproved(RefusalCode.AUTHENTICATION, "the token is missing or wrong")
         return SimpleNamespace(link=link, welcome=SimpleNamespace(run_id="0", term=1))
 
     async def main(world: World) -> None:
@@ -439,7 +441,7 @@ def test_who_answers_for_a_coordinator_that_is_away_does_not_send_a_worker_of_it
         monkeypatch.setattr(dialing, "join", join)
         runtime = Runtime(clock=world.loop.time, connect=connect)
         config = WorkerConfig(connect_timeout_s=100.0, device="cpu")
-        server = "127.0.0.1:77" if answer == "TLS" else _invitation(("10.0.0.1", 77))
+        server = "127.0.0.1:77" if answer in ("TLS", "a refusal") else _invitation(("10.0.0.1", 77))
         stranger[0] = True
         with pytest.raises(Refused):
             await Dialer(server, config, runtime).join()
@@ -461,6 +463,36 @@ def test_who_answers_for_a_coordinator_that_is_away_does_not_send_a_worker_of_it
     assert world.tried[-1][1] >= (60.0 if comes_back else 90.0)
     (said,) = [record.getMessage() for record in caplog.records if record.name == dialing.__name__]
     assert "no coordinator yet" in said  # once, at once
+
+
+@pytest.mark.parametrize(("server", "kind"), [
+    (lambda: _invitation(("10.0.0.1", 77)), RefusedUnproved),  # whose certificate is the right one
+    (lambda: "127.0.0.1:77", Refused),  # after the proofs
+])  # fmt: skip
+def test_a_refusal_of_the_coordinators_own_ends_a_worker_that_has_served(
+    run: Any, monkeypatch: pytest.MonkeyPatch, server: Callable[[], str], kind: type[Refused]
+) -> None:
+    refuses = [False]
+
+    async def join(link: Any, **_: Any) -> Any:
+        if refuses[0]:
+            raise kind(RefusalCode.AUTHENTICATION, "no more")
+        return SimpleNamespace(link=link, welcome=SimpleNamespace(run_id="0", term=1))
+
+    async def main(world: World) -> None:
+        async def connect(*_: Any, **__: Any) -> Any:
+            world.tried.append((("10.0.0.1", 77), world.loop.time()))
+            return Quiet()
+
+        monkeypatch.setattr(dialing, "join", join)
+        dialer = Dialer(server(), WorkerConfig(device="cpu"), Runtime(clock=world.loop.time, connect=connect))
+        await dialer.join()
+        dialer.link_ended(failed=True, applied=True, heard="")
+        refuses[0] = True
+        with pytest.raises(Refused, match="no more"):
+            await dialer.join()
+
+    assert len(run(main).tried) == 2
 
 
 def test_who_answers_in_another_protocol_is_said_to_be_no_coordinator(
@@ -525,10 +557,12 @@ class Lets:
     world: World
     dialer: Dialer
 
-    async def link(self, seconds: float, *, applied: bool = False, served_s: float = 0.0, broke: str = "junk") -> None:
+    async def link(
+        self, seconds: float, *, applied: bool = False, served_s: float = 0.0, broke: str = "junk", failed: bool = True
+    ) -> None:
         await self.dialer.join()
         await asyncio.sleep(seconds)
-        self.dialer.link_ended(failed=True, applied=applied, heard="", served_s=served_s, broke=broke)
+        self.dialer.link_ended(failed=failed, applied=applied, heard="", served_s=served_s, broke=broke)
 
 
 @pytest.fixture
@@ -584,6 +618,8 @@ def test_a_coordinator_that_lets_in_and_then_breaks_the_protocol_is_given_up_in_
         {"seconds": 100.0, "applied": True},  # it works, on a line that changes bytes
         {"seconds": 100.0, "applied": True, "broke": ""},
         {"seconds": 4000.0, "served_s": 3999.0},  # the coordinator has nothing for it for an hour
+        {"seconds": 4000.0, "served_s": 3999.0, "broke": ""},
+        {"seconds": 10.0, "broke": "", "failed": False},  # it stops in good order, and comes back
     ],
 )
 def test_a_worker_of_use_or_without_work_leaves_for_no_broken_link(let_in: Any, between: dict[str, Any]) -> None:
@@ -591,6 +627,15 @@ def test_a_worker_of_use_or_without_work_leaves_for_no_broken_link(let_in: Any, 
         for _ in range(20):
             await lets.link(100.0)
             await lets.link(**between)
+
+    let_in(main)
+
+
+def test_looking_for_a_coordinator_that_is_away_is_no_broken_protocol(let_in: Any) -> None:
+    async def main(lets: Lets) -> None:
+        for _ in range(8):
+            await lets.link(1.0)
+            await asyncio.sleep(280.0)  # nobody answers
 
     let_in(main)
 

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import errno
 import gc
+import hashlib
 import logging
 import resource
 import socket
@@ -24,11 +25,13 @@ import pytest
 import trustme
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.ports import free_port
 
 from w5xde_async.errors import LinkLost, PortInUse, Refused, Unreachable, UsageError
 from w5xde_async.net import endpoint, racing
-from w5xde_async.net.endpoint import DEFAULT_PORT, bare_host, connect, format_address, listen, parse_address
+from w5xde_async.net.endpoint import DEFAULT_PORT, bare_host, connect, format_address, listen, parse_address, valid_host
 from w5xde_async.net.link import Link
+from w5xde_async.net.tls import TlsFiles, client_context
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Heartbeat
 
@@ -59,12 +62,22 @@ def test_addresses(text: str, expected: tuple[str, int]):
 @pytest.mark.parametrize(
     "text",
     ["", ":", ":80", "host:", "host:x", "host:-1", "host:65536", "host:999999", "host:8 0", "host:\u0661", "::1",
-     "::1:80", "[::1", "[::1]80", "[]:80", "[host]:80", "::1]:80", "tcp://host:80", "a b:80", "user@host:80"],
+     "::1:80", "[::1", "[::1]80", "[]:80", "[host]:80", "::1]:80", "a b:80"],
 )  # fmt: skip
 def test_nonsense_is_a_usage_error_that_quotes_it(text: str):
     with pytest.raises(UsageError) as caught:
         parse_address(text)
     assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [
+    "tcp://hush:80", "hush@host:80", " w5xde://hush@host:80", "W5XDE://hush@host:80?cert=sha256:00", "w5xde:\t//hush@h",
+    "[w5xde://hush", "hush@host,w5xde://hush@host", "hush@host:x", "hush@host"])  # fmt: skip
+def test_what_may_be_a_join_string_is_shown_to_nobody(text: str):
+    for read in (parse_address, bare_host, valid_host):
+        with pytest.raises(UsageError) as caught:
+            read(text)
+        assert "hush" not in str(caught.value)
 
 
 _NO_HOSTS = [
@@ -198,6 +211,7 @@ async def test_the_interface_of_an_address_is_kept():
     (_, found), *_ = await endpoint._look_up(address, 80)
     assert found[3] == socket.if_nametoindex(address.partition("%")[2])
     listener = await listen(address, 0, echo)
+    assert listener.host == address
     link = await connect(address, listener.port, timeout_s=5)
     await beat(link)
     await asyncio.gather(link.aclose(), listener.aclose())
@@ -237,6 +251,44 @@ async def test_a_free_port_is_the_same_on_every_address(monkeypatch: pytest.Monk
         link = await connect(host, listener.port, timeout_s=5)
         await beat(link)
         await link.aclose()
+    await listener.aclose()
+
+
+async def test_a_name_that_stands_twice_in_the_table_of_hosts_is_listened_on_once(monkeypatch: pytest.MonkeyPatch):
+    async def twice(host: str, port: int, **_: object) -> list:
+        return [(socket.AF_INET, ("127.0.0.1", port))] * 2
+
+    monkeypatch.setattr(endpoint, "_resolve", twice)
+    for port in (0, free_port()):
+        listener = await listen("train.example.org", port, echo)
+        assert len(listener._socks) == 1
+        await listener.aclose()
+
+
+@pytest.mark.parametrize("taken", [3, 100])
+async def test_any_free_port_is_one_that_is_free_on_every_address(taken: int, monkeypatch: pytest.MonkeyPatch):
+    """The first address's may be taken at the second."""
+    bind, asked = endpoint._bind, list[int]()
+
+    async def both(host: str, port: int, **_: object) -> list:
+        return [(socket.AF_INET, (address, port)) for address in ("127.0.0.1", "127.0.0.2")]
+
+    def binds(family: socket.AddressFamily, address: tuple[str, int], host: str, port: int) -> socket.socket | None:
+        if address[0] == "127.0.0.1":
+            return bind(family, address, host, port)
+        asked.append(address[1])
+        if len(asked) <= taken:
+            raise PortInUse(host, port)
+        return socket.socket(family, socket.SOCK_STREAM)
+
+    monkeypatch.setattr(endpoint, "_resolve", both)
+    monkeypatch.setattr(endpoint, "_bind", binds)
+    if taken == 100:
+        with pytest.raises(PortInUse):
+            await listen("both", 0, echo)
+        return
+    listener = await listen("both", 0, echo)
+    assert listener.port == asked[-1]
     await listener.aclose()
 
 
@@ -548,6 +600,33 @@ async def test_a_certificate_names_a_host_without_the_dot_at_its_end(monkeypatch
     await asyncio.gather(link.aclose(), listener.aclose())
 
 
+@pytest.mark.parametrize("order", [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")])
+async def test_of_a_names_addresses_the_one_with_the_certificate_counts(
+    monkeypatch: pytest.MonkeyPatch, order: tuple[str, str]
+) -> None:
+    """At another one some other server may answer, and first."""
+
+    def ask(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
+        return [(socket.AF_INET, (address, port)) for address in order]
+
+    def server() -> tuple[ssl.SSLContext, bytes]:
+        context, issued = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), trustme.CA().issue_cert("node.example")
+        issued.configure_cert(context)
+        der = ssl.PEM_cert_to_DER_cert(issued.cert_chain_pems[0].bytes().decode())
+        return context, hashlib.sha256(der).digest()
+
+    monkeypatch.setattr(endpoint, "_ask_resolver", ask)
+    (ours, certificate), (theirs, _) = server(), server()
+    listener = await listen("127.0.0.1", 0, echo, ssl=ours)
+    other = await listen("127.0.0.2", listener.port, echo, ssl=theirs)
+    client = client_context(TlsFiles())
+    link = await connect("node.example", listener.port, timeout_s=5, ssl=client, certificate=certificate)
+    await beat(link)
+    with pytest.raises(Refused, match="not the one of the join string"):
+        await connect("node.example", listener.port, timeout_s=5, ssl=client, certificate=bytes(32))
+    await asyncio.gather(link.aclose(), listener.aclose(), other.aclose())
+
+
 async def test_a_tls_handshake_has_a_deadline(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(endpoint, "HANDSHAKE_S", 0.05)
     authority = trustme.CA()
@@ -559,6 +638,30 @@ async def test_a_tls_handshake_has_a_deadline(monkeypatch: pytest.MonkeyPatch):
         async with asyncio.timeout(5):
             assert await asyncio.get_running_loop().sock_recv(silent, 1) == b""
     await listener.aclose()
+
+
+async def test_how_long_tls_took_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes his time for it has no more for the proofs than any other."""
+    loop, now = asyncio.get_running_loop(), asyncio.get_running_loop().time
+    took: list[float] = []
+
+    async def slowly(*given: Any, **more: Any) -> Any:
+        channel = await attach(*given, **more)
+        if more["server_hostname"] is None:
+            monkeypatch.setattr(loop, "time", lambda: now() + 7.0)
+        return channel
+
+    async def tell(link: Link) -> None:
+        took.append(link.greeted_s)
+        await echo(link)
+
+    attach = endpoint._attach
+    monkeypatch.setattr(endpoint, "_attach", slowly)
+    listener = await listen("127.0.0.1", 0, tell)
+    link = await connect("127.0.0.1", listener.port, timeout_s=60)
+    await beat(link)
+    assert 7.0 <= took[0] < 9.0
+    await asyncio.gather(link.aclose(), listener.aclose())
 
 
 async def test_what_speaks_no_tls_is_said_to_be_no_coordinator_perhaps():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from w5xde_async.errors import UnexpectedMessage
+from w5xde_async.errors import RefusalCode, UnexpectedMessage
 from w5xde_async.wire.handshake import COORDINATOR, WORKER, State, Table, advance, prove, verify
 from w5xde_async.wire.messages import (
     MESSAGES,
@@ -34,7 +34,8 @@ tables = pytest.mark.parametrize("table", [COORDINATOR, WORKER], ids=["coordinat
 
 def blank(cls: type[Message]) -> Message:
     """An instance whose fields say nothing: the tables look at the type alone."""
-    return cls(*["exact" if name == "numerics" else () for name in cls.__struct_fields__])
+    said = {"numerics": "exact", "code": RefusalCode.PROTOCOL_ERROR}
+    return cls(*[said.get(name, ()) for name in cls.__struct_fields__])
 
 
 def walk(table: Table, *steps: type) -> State:
@@ -59,6 +60,19 @@ def test_a_session_as_the_worker_sees_it():
 @pytest.mark.parametrize("said", [(), (Challenge,), (Challenge, Accepted), (Challenge, Accepted, Welcome)])
 def test_a_worker_may_be_refused_until_it_works(said: tuple[type, ...]):
     assert walk(WORKER, *said, Refusal) is State.CLOSED
+
+
+@pytest.mark.parametrize("code", [*RefusalCode, 0, 99])
+def test_who_has_proved_nothing_refuses_only_whom_it_cannot_talk_to(code: int):
+    """That the run is finished, or this worker's access revoked, is to be believed of the coordinator alone."""
+    names = ("PROTOCOL_VERSION", "AUTHENTICATION", "PROTOCOL_ERROR")
+    before = code in [RefusalCode[name] for name in names]
+    for state in (State.GREETING, State.PROVING, State.NAMING, State.JOINING):
+        if before or state in (State.NAMING, State.JOINING):
+            assert advance(WORKER, state, Refusal(code, "", "")) is State.CLOSED
+            continue
+        with pytest.raises(UnexpectedMessage, match=f"Refusal with code {int(code)} is not allowed"):
+            advance(WORKER, state, Refusal(code, "", ""))
 
 
 @tables

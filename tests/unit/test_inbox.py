@@ -30,7 +30,7 @@ def lease(number: int, version: int) -> Lease:
 
 
 def give(box: Inbox, number: int, version: int) -> None:
-    box.place_lease(lease(number, version), [ROW])
+    box.place_lease([ROW])
     box.lease(lease(number, version))
 
 
@@ -107,7 +107,7 @@ def test_the_memory_limit_counts_all_that_is_held() -> None:
     give(box, 1, 0)
     give(box, 2, 0)
     with pytest.raises(FrameTooLarge, match="96 bytes is over the limit of 64"):
-        box.place_lease(lease(3, 0), [ROW])
+        box.place_lease([ROW])
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_parameters_that_the_layout_does_not_explain(bucket: int, spec: BufferSp
 
 def test_a_lease_has_no_more_samples_than_its_bytes_can_hold() -> None:
     box = inbox()
-    box.place_lease(lease(1, 0), [ROW])
+    box.place_lease([ROW])
     with pytest.raises(MalformedFrame, match="1000000000 samples in 32 bytes"):
         box.lease(Lease(1, 0, 0, 0, (10**9,), 60.0, False, b""))
 

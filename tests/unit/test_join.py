@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
 import stat
@@ -20,12 +21,16 @@ from w5xde_async.net.join import (
     Invitation,
     check_strength,
     new_secret,
+    read_join_file,
     read_secret_file,
     worker_secret,
     write_private_line,
 )
 from w5xde_async.net.tls import TlsFiles, certificate_hash, client_context, is_loopback, own_certificate, server_context
+from w5xde_async.settings import read
+from w5xde_async.settings.programs import WorkerSettings
 from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.connection.target import JoinFile, Target
 from w5xde_async.worker.service import Worker
 
 HASH = bytes(range(32))
@@ -68,6 +73,37 @@ def test_what_is_no_join_string_is_said_without_showing_it(text: str, reason: st
         Invitation.parse(text, place="join file x")
     assert "join file x" in str(caught.value)
     assert reason in str(caught.value)
+    assert "hush" not in str(caught.value)
+
+
+def _odd_forms(told: str) -> tuple[str, ...]:
+    """Of a join string: all that ``Invitation.parse`` reads."""
+    return (f"  {told}\r\n", told.replace("w5xde", "W5xde"), told.replace("://", ":\t//"))
+
+
+def test_a_join_string_in_an_odd_form_is_that_join_string_wherever_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some took it for an address that is none, and showed it, secret and all."""
+    told = Invitation(host="10.0.0.7", port=5, certificate=HASH, secret=new_secret())
+    for odd in _odd_forms(told.reveal()):
+        config = WorkerConfig(device="cpu")
+        assert Target.of(odd, config).config.token == told.secret
+        write_private_line(path := tmp_path / "join", odd)
+        assert read_join_file(path) == told
+        monkeypatch.setenv("W5XDE_JOIN", odd)
+        assert read(WorkerSettings, (), prog="it")[0].where() == told.reveal()
+        monkeypatch.delenv("W5XDE_JOIN")
+        assert read(WorkerSettings, ("--join-file", str(path)), prog="it")[0].where() == told.reveal()
+        target = asyncio.run(JoinFile(path, config).changed())
+        assert target is not None
+        assert target.addresses == (("10.0.0.7", 5),)
+
+
+@pytest.mark.parametrize("given", ["w5xde://hush@10.0.0.7", "hush@host:5", "x://hush", b"w5xde://hush@host:5"])
+def test_a_server_that_is_no_join_string_is_refused_without_showing_it(given: str | bytes) -> None:
+    with pytest.raises(UsageError) as caught:
+        Worker(given, config=WorkerConfig(device="cpu"))  # type: ignore[arg-type]
     assert "hush" not in str(caught.value)
 
 
@@ -151,6 +187,17 @@ def test_a_pipe_with_a_name_is_refused_at_once_and_a_shells_is_read(tmp_path: Pa
             ["bash", "-c", shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process:
             assert process.communicate("now\n", timeout=60) == ("one line\n", None)
+
+
+def test_what_is_no_file_is_not_replaced_by_a_secret(tmp_path: Path) -> None:
+    """As root it would be /dev/null."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path):
+        with pytest.raises(OSError, match="it is there, and no regular file"):
+            write_private_line(path, "one line")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert [one.name for one in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_an_own_certificate_is_made_once_and_kept_private(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import ip_address
@@ -48,8 +48,19 @@ def test_without_a_default_route_an_interfaces_address_counts_before_the_name(mo
     assert own_addresses("0.0.0.0") == ("192.168.7.2",)
     _machine(monkeypatch, interfaces=["127.0.0.1"], name=["127.0.1.1", "10.2.2.2"])
     assert own_addresses("0.0.0.0") == ("10.2.2.2",)
-    _machine(monkeypatch, interfaces=["127.0.0.1", "::1"])
-    assert own_addresses("0.0.0.0") == (socket.gethostname(),)
+    _machine(monkeypatch, interfaces=["127.0.0.1", "::1", "fe80::1"], name=["127.0.1.1"])
+    assert own_addresses("0.0.0.0") == ("127.0.0.1", "127.0.1.1")  # to itself it is there
+    assert own_addresses("::") == ("::1",)
+    _machine(monkeypatch, interfaces=["127.0.0.1", "169.254.3.4"])
+    assert own_addresses("0.0.0.0") == ("169.254.3.4", "127.0.0.1")
+    _machine(monkeypatch)
+    assert own_addresses("0.0.0.0") == ("127.0.0.1",)
+
+
+def test_a_resolver_that_hangs_keeps_nobody_waiting_who_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    _machine(monkeypatch, interfaces=["10.0.0.7"])
+    monkeypatch.setattr(module, "_of_name", lambda: pytest.fail("the resolver was asked"))
+    assert own_addresses("0.0.0.0") == ("10.0.0.7",)
 
 
 def test_what_this_machine_has_can_be_asked_for() -> None:
@@ -58,6 +69,12 @@ def test_what_this_machine_has_can_be_asked_for() -> None:
         for address in found:
             ip_address(address.partition("%")[0])
     assert own_addresses("0.0.0.0")
+
+
+def test_elsewhere_than_on_linux_the_name_is_asked_for_further_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    _machine(monkeypatch, routes=["10.8.0.2"], name=["10.8.0.2", "192.168.1.20"])
+    assert own_addresses("0.0.0.0") == ("10.8.0.2", "192.168.1.20")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +115,14 @@ def test_no_message_advises_port_0(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("host", "taken"),
-    [("[fd77::1]", "fd77::1"), ("fd77::1", "fd77::1"), ("[::]", "::"), (" a.example.org ", "a.example.org")],
+    [
+        ("[fd77::1]", "fd77::1"),
+        ("fd77::1", "fd77::1"),
+        ("[::]", "::"),
+        (" a.example.org ", "a.example.org"),
+        ("::0", "::"),
+        ("0:0:0:0:0:0:0:0", "::"),
+    ],
 )
 def test_a_host_may_stand_in_brackets(host: str, taken: str) -> None:
     assert CoordinatorConfig(host=host).host == taken

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache, partial
@@ -395,6 +396,20 @@ async def test_a_handshake_that_the_peer_leaves_was_closed_by_the_peer():
     near.close()
     with pytest.raises(ConnectionError):
         await shake_hands(far, server, None)
+
+
+async def test_a_connection_that_is_reset_before_the_handshake_was_reset_whatever_came_of_it():
+    """With bytes left to read, Python has an SSLError of its own for it: no word of the other side about TLS."""
+    _, client = contexts()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        near = socket.create_connection(listening.getsockname())
+        far, _ = listening.accept()
+    near.setblocking(False)
+    far.sendall(b"x")
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    far.close()
+    with pytest.raises(ConnectionResetError):
+        await shake_hands(near, client, "localhost")
 
 
 def test_pieces_are_never_empty():

@@ -10,6 +10,7 @@ What this module does not do: say whose certificate is good (``net.tls``; the pr
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 from collections.abc import Callable, Iterable
@@ -31,13 +32,18 @@ async def shake_hands(sock: socket.socket, context: ssl.SSLContext, server_hostn
 
     ``server_hostname``: whom the certificate must name; None on the server's side. There is no deadline here.
     """
-    made = context.wrap_socket(
-        sock,
-        server_side=server_hostname is None,
-        server_hostname=server_hostname,
-        do_handshake_on_connect=False,
-        suppress_ragged_eofs=False,
-    )
+    try:
+        made = context.wrap_socket(
+            sock,
+            server_side=server_hostname is None,
+            server_hostname=server_hostname,
+            do_handshake_on_connect=False,
+            suppress_ragged_eofs=False,
+        )
+    except ssl.SSLError as error:
+        if error.errno == errno.ENOTCONN:  # nobody has spoken TLS yet: the connection is gone, with bytes left to read
+            raise ConnectionResetError from None
+        raise
     try:
         while True:
             try:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import datetime
 import errno
+import hashlib
+import hmac
 import logging
 import math
 import os
@@ -63,10 +65,24 @@ _LETTER = re.compile(r"[A-Za-z0-9._-]")
 # An interface (eth0.100 too), or its number. What looks addresses up takes nothing that is empty between dots.
 _SCOPE = re.compile(r"(?!\.|.*\.\.)[A-Za-z0-9._-]{1,15}(?<!\.)")
 _SHOWN = 80  # characters of a host that is no good
+_MOST_PORTS = 32  # that are tried where any free one will do, and all addresses of a name need the same
+_HIDDEN = "(not shown: it may hold a secret)"
 
 _log = logging.getLogger(__name__)
 
 _Address = tuple[socket.AddressFamily, Any]
+
+
+def is_no_address(text: str) -> bool:
+    """Whether it is a URL, or means to be one: a join string, perhaps, whose secret is to be shown to nobody."""
+    return "://" in text or "@" in text
+
+
+def _quoted(text: str, most: int | None = None) -> str:
+    """As an error shows it: ``most`` characters of it."""
+    if is_no_address(text):
+        return _HIDDEN
+    return f"{text[:most]!r}{'...' * (len(text) > len(text[:most]))}"
 
 
 def parse_address(
@@ -85,25 +101,26 @@ def parse_address(
 def split_address(text: str, default_port: int = DEFAULT_PORT, *, place: str = "address") -> tuple[str, int]:
     """As ``parse_address``, for a host that need not be a name or an address, and any port."""
     host, port_text = text.strip(), ""
+    given = f"{place} {_quoted(text)}"
     example = default_port or DEFAULT_PORT
     if "," in host:
-        raise UsageError(f"{place} {text!r} names several; give one, as in host:{example}")
+        raise UsageError(f"{given} names several; give one, as in host:{example}")
     if host.startswith("["):
         host, closed, rest = host[1:].partition("]")
         if not closed or (rest and not rest.startswith(":")) or ":" not in host:
-            raise UsageError(f"{place} {text!r} is not [IPv6]:port")
+            raise UsageError(f"{given} is not [IPv6]:port")
         port_text, colon = rest[1:], bool(rest)
     elif host.count(":") > 1:
-        raise UsageError(f"{place} {text!r}: write an IPv6 address in brackets, as in [::1]:{example}")
+        raise UsageError(f"{given}: write an IPv6 address in brackets, as in [::1]:{example}")
     else:
         host, found, port_text = host.partition(":")
         colon = bool(found)
     if not host or host.startswith("-") or any(one.isspace() or one in "/@[]" for one in host):
-        raise UsageError(f"{place} {text!r} has no valid host; it looks like host:{example}")
+        raise UsageError(f"{given} has no valid host; it looks like host:{example}")
     if not colon:
         return host, default_port
     if not (port_text.isascii() and port_text.isdigit()) or len(port_text) > 5 or int(port_text) > 65535:
-        raise UsageError(f"{place} {text!r} has no valid port; a port is a number from 0 to 65535")
+        raise UsageError(f"{given} has no valid port; a port is a number from 0 to 65535")
     return host, int(port_text)
 
 
@@ -112,16 +129,16 @@ def valid_host(host: str, *, place: str = "address") -> str:
 
     Underscores pass, which the names of containers have and those of the Internet must not.
     """
-    shown = f"{place} {host[:_SHOWN]!r}{'...' * (len(host) > _SHOWN)}"
+    shown = f"{place} {_quoted(host, _SHOWN)}"
     if ":" in host:
         address, percent, scope = host.partition("%")
         try:
-            ip_address(address)
+            parsed = ip_address(address)
         except ValueError:
             raise UsageError(f"{shown} is no IPv6 address") from None
         if percent and not _SCOPE.fullmatch(scope):
             raise UsageError(f"{shown} has no valid interface after its %")
-        return host
+        return "::" if parsed.is_unspecified else host
     if len(host) > _LONGEST_NAME:
         raise UsageError(f"{shown} has {len(host)} characters; a name has {_LONGEST_NAME} at most")
     name = host
@@ -156,7 +173,7 @@ def bare_host(text: str, *, place: str = "address") -> str:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     if host.count(":") == 1 and host.rpartition(":")[2].isdecimal():
-        raise UsageError(f"{place} {text!r} has a port: give that as --port {host.rpartition(':')[2]}")
+        raise UsageError(f"{place} {_quoted(text)} has a port: give that as --port {host.rpartition(':')[2]}")
     if not host:
         raise UsageError(f"{place} {text!r} is no host name or address")
     return valid_host(host, place=place)
@@ -174,8 +191,10 @@ async def connect(
     timeout_s: float,
     ssl: ssl.SSLContext | None = None,
     bulk: Executor | None = None,
+    certificate: bytes = b"",
 ) -> Link:
     """A link to the first address of ``host`` that answers; the next is tried beside it after a quarter of a second.
+    ``certificate``: the SHA-256 of the one that it has to show, where only that one will do.
 
     A resolver that hangs holds nobody up longer than ``timeout_s``, nor the end of the program. Raises Unreachable, and
     Refused where TLS does not come about for a reason that will not go away.
@@ -200,7 +219,9 @@ async def connect(
         try:
             async with asyncio.timeout_at(deadline):
                 channel = await _connect_one(address, peer, host, tls=ssl, bulk=bulk)
-                return Link(*channel.pair())
+            link = Link(*channel.pair())
+            check_certificate(link, certificate)
+            return link
         except TimeoutError:
             raise LinkLost(peer, "no answer") from None
         except (OSError, LinkLost) as error:
@@ -216,6 +237,20 @@ async def connect(
                 raise other from None
         lost = dict.fromkeys(each.reason for each in failed.errors if isinstance(each, LinkLost))
         raise Unreachable(peer, ", ".join(lost) or "the name has no address", timeout_s) from None
+
+
+def check_certificate(link: Link, expected: bytes) -> None:
+    """Whether the other side has shown the certificate of that SHA-256 (empty: any will do).
+
+    Raises Refused; then the link is aborted.
+    """
+    if expected and not hmac.compare_digest(hashlib.sha256(link.certificate).digest(), expected):
+        link.abort()
+        raise Refused(
+            RefusalCode.AUTHENTICATION,
+            "the coordinator's certificate is not the one of the join string",
+            "copy the present join file, or string; if it has not changed, somebody sits between",
+        )
 
 
 async def listen(
@@ -242,9 +277,24 @@ async def listen(
         raise UsageError(f"cannot listen on {host!r}: {ended_by(error)}") from None
     except UnicodeError:
         raise UsageError(f"cannot listen on {host!r}: it is no host name") from None
+    for left in reversed(range(1 if port else _MOST_PORTS)):
+        try:
+            socks = _bind_all(addresses, host, port)
+            break
+        except PortInUse:  # one that the first address has chosen may be taken at another
+            if not left:
+                raise
+    most = _most_links()
+    return Listener(
+        socks, on_link, tls=ssl, bulk=bulk, max_links=most, max_strangers=max_strangers,
+        max_of_address=min(max_of_address, most / 2),
+    )  # fmt: skip
+
+
+def _bind_all(addresses: Sequence[_Address], host: str, port: int) -> list[socket.socket]:
     socks: list[socket.socket] = []
     try:
-        for family, address in addresses:
+        for family, address in dict.fromkeys(addresses):  # a name may stand twice in a table of hosts
             # Port 0 is chosen by the first address; the others follow it.
             bound = (address[0], socks[0].getsockname()[1], *address[2:]) if socks and not port else address
             sock = _bind(family, bound, host, port)
@@ -256,11 +306,7 @@ async def listen(
         for sock in socks:
             sock.close()
         raise
-    most = _most_links()
-    return Listener(
-        socks, on_link, tls=ssl, bulk=bulk, max_links=most, max_strangers=max_strangers,
-        max_of_address=min(max_of_address, most / 2),
-    )  # fmt: skip
+    return socks
 
 
 def _most_links() -> float:
@@ -306,7 +352,9 @@ class Listener:
         max_strangers: float,
         max_of_address: float,
     ) -> None:
-        self.host, self.port = socks[0].getsockname()[:2]
+        self.host, self.port, *more = socks[0].getsockname()
+        if len(more) == 2 and more[1]:  # its interface, without which nobody finds a link-local address
+            self.host = f"{self.host.partition('%')[0]}%{socket.if_indextoname(more[1])}"
         self._socks = socks
         self._on_link = on_link
         self._tls, self._bulk = tls, bulk
@@ -436,16 +484,20 @@ class Listener:
         self._one_ended.set()
 
     async def _serve_socket(self, sock: socket.socket, peer: str, accepted: _Accepted) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                if self._tls is not None and _watches_descriptors(asyncio.get_running_loop()):
+                if self._tls is not None and _watches_descriptors(loop):
                     await until_readable(sock)
                     accepted.spoke = True
                 channel = await _attach(sock, peer, tls=self._tls, bulk=self._bulk, server_hostname=None)
         except (OSError, LinkLost) as error:
             _log.info("accept failed peer=%s reason=%s", peer, _why(error))
             return
-        await self._serve_link(accepted, Link(*channel.pair()))
+        link = Link(*channel.pair())
+        link.greeted_s = loop.time() - began
+        await self._serve_link(accepted, link)
 
     async def _serve_link(self, accepted: _Accepted, link: Link) -> None:
         accepted.link, link.on_let_in = link, partial(self._strangers.discard, accepted)

@@ -8,7 +8,9 @@ import sys
 
 from w5xde_async.errors import UsageError
 
-_SIOCGIFADDR = 0x8915  # Linux
+_SIOCGIFADDR, _SIOCGIFCONF = 0x8915, 0x8912  # Linux
+_IFREQ_BYTES = 40 if struct.calcsize("P") == 8 else 32  # struct ifreq: a name of 16, an address
+_MOST_ADDRESSES = 1024
 
 
 def address_of(interface: str) -> str:
@@ -22,6 +24,20 @@ def address_of(interface: str) -> str:
         return ipv4_of(interface)
     except OSError as error:
         raise UsageError(f"--island-interface {interface} has no IPv4 address: {error.strerror}") from None
+
+
+def ipv4_addresses() -> list[str]:
+    """Those of all interfaces, of which one may have several; on Linux. Raises OSError."""
+    import array
+    import fcntl
+
+    entries = array.array("B", bytes(_MOST_ADDRESSES * _IFREQ_BYTES))
+    place, nbytes = entries.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        answer = fcntl.ioctl(asking, _SIOCGIFCONF, struct.pack("iP", nbytes, place))
+    end, _ = struct.unpack("iP", answer)
+    found = entries.tobytes()[:end]
+    return [socket.inet_ntoa(found[at + 20 : at + 24]) for at in range(0, end, _IFREQ_BYTES)]
 
 
 def ipv4_of(interface: str) -> str:

@@ -188,6 +188,11 @@ def read_secret_file(path: Path, *, kind: str = "secret file") -> str:
     return text
 
 
+def read_join_file(path: Path) -> Invitation:
+    """What a join file says; it is for its owner alone, as ``read_secret_file`` says. Raises UsageError."""
+    return Invitation.parse(read_secret_file(path, kind="join file"), place=f"join file {path}")
+
+
 def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 

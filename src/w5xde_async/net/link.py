@@ -7,7 +7,7 @@ the same checks. A pair of asyncio's own will do as well, with a copy more (``ne
 Invariants: sizes are checked, and the caller has agreed to them (``accept``), before a payload byte is stored; one
 sender and one receiver at a time; an interrupted send or receive aborts the link, nobody resumes mid-frame; a link
 that ended says who ended it (:data:`CLOSED_HERE`, :data:`CLOSED_BY_PEER`). What this module does not do: decide what
-a peer may say (``wire.handshake``) or notice that it says nothing (the services' ticks).
+a peer may say (``wire.handshake``) or notice that it says nothing (the services' ticks, by ``heard``).
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ view per spec, of exactly ``spec.nbytes``; raises RemoteError to refuse."""
 #: ``LinkLost.reason`` where the peer (or the network) ended in the middle of a frame.
 CLOSED_MID_FRAME = "closed by peer in the middle of a frame"
 
+#: More than heartbeats bring from one to the next. Where a length was damaged, they vanish in a frame that never ends.
+_BEAT_BYTES = 512
+_BEAT_S = 1.0  # the coordinator says something at every tick
+
 _NO_BUFFERS: tuple[memoryview, ...] = ()
 
 
@@ -50,21 +54,24 @@ class Link:
     on_let_in    called once it is
     certificate  the peer's (DER) under TLS, else empty: what the proof of the handshake is bound to
     encrypted    whether TLS protects the connection, whosever certificate it is
+    greeted_s    seconds that it took to begin, with TLS: of those that a stranger has to prove itself
     """
 
     __slots__ = (
-        "_filling", "_let_in", "_reader", "_receiving", "_refused", "_sending", "_views", "_writer", "caps",
-        "certificate", "encrypted", "on_let_in",
+        "_filling", "_frames", "_heard", "_let_in", "_reader", "_receiving", "_refused", "_sending", "_views",
+        "_writer", "caps", "certificate", "encrypted", "greeted_s", "on_let_in",
     )  # fmt: skip
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.caps, self._let_in = HANDSHAKE_CAPS, False
         self.on_let_in: Callable[[], None] | None = None
+        self.greeted_s = 0.0
         self._reader, self._writer = our_pair(reader, writer)
         tls = writer.get_extra_info("ssl_object")
         self.encrypted = tls is not None
         self.certificate: bytes = b"" if tls is None else tls.getpeercert(binary_form=True) or b""
         self._sending = self._receiving = False
+        self._frames, self._heard = 0, (0, 0)  # received whole; that and ``bytes_received`` when it was last ``heard``
         self._views: list[memoryview] = []  # that the frame under way fills, and which of them it is at
         self._filling = 0
         self._refused = ""  # why nothing more is read, though the connection still stands
@@ -105,6 +112,21 @@ class Link:
     def bytes_received(self) -> int:
         """Bytes taken in so far, read-ahead included."""
         return self._reader.bytes_received
+
+    def heard(self, beat_s: float, silence_s: float) -> bool:
+        """Whether the peer has shown that it lives since this was last true: by a whole frame, or by more of one than
+        heartbeats, which come every ``beat_s``, would bring in ``silence_s``."""
+        frames, received = self._frames, self.bytes_received
+        known_frames, known_received = self._heard
+        if received == known_received:
+            return False
+        # Where nobody receives, what comes may be whole frames.
+        if frames == known_frames and self._receiving:
+            beats = silence_s / min(beat_s, _BEAT_S) + 1.0
+            if received - known_received < beats * _BEAT_BYTES:
+                return False
+        self._heard = frames, received
+        return True
 
     @property
     def acked_bytes(self) -> int | None:
@@ -190,6 +212,7 @@ class Link:
                 reader.start = body + length
                 message, specs = decode_header(reader.ahead[body : body + length], self.caps)
             if not specs:
+                self._frames += 1
                 return Received(message, specs, _NO_BUFFERS)
             if accept is None:
                 raise RemoteError(f"{type(message).__name__} came with {len(specs)} buffers where none is expected")
@@ -207,6 +230,7 @@ class Link:
                     reader.start = start + size
                 else:
                     await reader.readinto(view)
+            self._frames += 1
             return Received(message, specs, buffers)
         except RemoteError as error:
             self._refused = f"nothing is read after a protocol error ({error})"

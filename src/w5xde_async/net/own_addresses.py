@@ -15,7 +15,7 @@ from pathlib import Path
 
 from w5xde_async.errors import UsageError
 from w5xde_async.net.endpoint import DEFAULT_PORT, parse_address
-from w5xde_async.net.interfaces import ipv4_of
+from w5xde_async.net.interfaces import ipv4_addresses
 from w5xde_async.net.join import MOST_ALSO
 
 _MOST = 1 + MOST_ALSO
@@ -51,20 +51,28 @@ def _one(text: str, port: int, place: str) -> tuple[str, int]:
 def own_addresses(host: str) -> tuple[str, ...]:
     """Where others may find a host that listens on ``host``: at least one, the one that the default route has first.
 
-    Those of loopback and of a single link are left out, unless there is no other.
+    Those of loopback and of a single link are left out, unless there is no other. The resolver, which may keep its
+    caller waiting, is asked for this machine's name only where no interface has an address, and elsewhere than on
+    Linux, where nobody else knows of several.
     """
     if host not in _ANY:
         return (host,)
     families = {"0.0.0.0": (4,), "::": (6,)}.get(host, (4, 6))
-    found: dict[str, None] = {}  # an ordered set
-    for address in (*_of_default_routes(), *_of_interfaces(), *_of_name()):
-        with suppress(ValueError):
-            parsed = ip_address(address)
-            if parsed.version in families and not (
-                parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified or parsed.is_multicast
-            ):
-                found[str(parsed)] = None
-    return tuple(found)[:_MOST] or (socket.gethostname(),)
+    found, near = dict[str, None](), dict[str, None]()  # ordered sets
+    for addresses in (_of_default_routes, _of_interfaces, _of_name):
+        if addresses is _of_name and found and sys.platform == "linux":
+            break
+        for address in addresses():
+            with suppress(ValueError):
+                parsed = ip_address(address)
+                if parsed.version not in families or parsed.is_unspecified or parsed.is_multicast:
+                    continue
+                if not (parsed.is_loopback or parsed.is_link_local):
+                    found[str(parsed)] = None
+                elif parsed.version == 4 or parsed.is_loopback:  # of IPv6's nobody could say on which link
+                    near[str(parsed)] = None
+    last = sorted(near, key=lambda address: ip_address(address).is_loopback)
+    return tuple(found or last)[:_MOST] or ("127.0.0.1" if 4 in families else "::1",)
 
 
 def _of_default_routes() -> Iterator[str]:
@@ -79,9 +87,7 @@ def _of_interfaces() -> Iterator[str]:
     if sys.platform != "linux":
         return
     with suppress(OSError):
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                yield ipv4_of(name)
+        yield from ipv4_addresses()
     with suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
             yield str(ip_address(bytes.fromhex(line.split()[0])))

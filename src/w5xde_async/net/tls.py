@@ -9,6 +9,7 @@ out. With ``ca`` the usual rules hold, host name included; with ``ca`` on both s
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import os
 import shlex
@@ -17,8 +18,10 @@ import stat
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
+from typing import NoReturn
 
 from w5xde_async.config import PATH, YES_OR_NO, Config, setting
 from w5xde_async.errors import StoreError, UsageError, need
@@ -178,7 +181,7 @@ def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
             if files.key is not None and is_exposed(_status(files.key)):
                 hint = f"run: chmod 600 {shlex.quote(str(files.key))}"
                 raise UsageError(f"the key {files.key} can be read by others; {hint}")
-            context.load_cert_chain(files.cert, files.key)
+            context.load_cert_chain(files.cert, files.key, password=partial(_refuse_encrypted, files))
         except (OSError, ssl.SSLError) as error:
             place = f"{files.cert}" + (f" with key {files.key}" if files.key is not None else "")
             raise UsageError(f"TLS certificate {place} cannot be used: {_reason(error)}") from None
@@ -187,6 +190,13 @@ def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
             context.load_verify_locations(files.ca)
         except (OSError, ssl.SSLError) as error:
             raise UsageError(f"TLS authorities {files.ca} cannot be used: {_reason(error)}") from None
+
+
+def _refuse_encrypted(files: TlsFiles) -> NoReturn:
+    """In place of OpenSSL's question on the terminal."""
+    raise UsageError(
+        f"the key {files.key or files.cert} is encrypted: give one without a passphrase (openssl pkey -in KEY -out NEW)"
+    )
 
 
 def _status(path: Path) -> os.stat_result:
@@ -233,7 +243,10 @@ def _self_signed(name: str) -> tuple[bytes, bytes]:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace ``path`` by a file of mode 0600, in one step."""
+    """Replace ``path`` by a file of mode 0600, in one step. Raises OSError, also for what is there and no file: root
+    may replace /dev/null."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "it is there, and no regular file", str(path))
     temporary = path.parent / f".tmp-{path.name}-{os.urandom(4).hex()}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -15,7 +15,7 @@ import hashlib
 import hmac
 from enum import Enum
 
-from w5xde_async.errors import UnexpectedMessage
+from w5xde_async.errors import RefusalCode, UnexpectedMessage
 from w5xde_async.wire import messages
 from w5xde_async.wire.messages import Bye, Heartbeat, Message, Refusal
 
@@ -79,9 +79,16 @@ WORKER: Table = {
     **{(state, Bye): State.CLOSED for state in (State.JOINING, *_AT_WORK)},
 }
 
+#: For no other reason does a coordinator refuse before both sides have proved themselves: anybody may say so then.
+_BEFORE_PROOF = (RefusalCode.PROTOCOL_VERSION, RefusalCode.AUTHENTICATION, RefusalCode.PROTOCOL_ERROR)
+
 
 def advance(table: Table, state: State, message: Message) -> State:
-    """The state after ``message``. Raises UnexpectedMessage where the table has no entry."""
+    """The state after ``message``. Raises UnexpectedMessage where the table has no entry, and for a refusal before the
+    proofs that tells of the run."""
+    unproved = state in (State.GREETING, State.PROVING)
+    if unproved and isinstance(message, Refusal) and message.code not in _BEFORE_PROOF:
+        raise UnexpectedMessage(f"Refusal with code {message.code}", state.value)
     try:
         return table[state, type(message)]
     except KeyError:

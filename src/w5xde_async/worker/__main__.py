@@ -20,7 +20,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from w5xde_async.cluster.worker_processes import PRESTARTED, TELLING_END, TELLS_ID, telling
+from w5xde_async.cluster.words import WORD_FD, WordWriter
+from w5xde_async.cluster.worker_processes import PRESTARTED
 from w5xde_async.compute.machine import usable_cores
 from w5xde_async.errors import DeviceLost, ExitCode, RefusalCode, Refused, Unreachable, UsageError, W5xdeError
 from w5xde_async.openmp import keep_to, spin_briefly
@@ -35,6 +36,7 @@ from w5xde_async.process import (
     signals,
     use_batch_scheduling,
 )
+from w5xde_async.users_code import take_stdout
 
 if TYPE_CHECKING:
     from w5xde_async.job import Job
@@ -48,6 +50,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _loaded: tuple[str, Job] | None = None  # by ``_prestarted``: from where, and the job
+_words: WordWriter | None = None  # to who has started this process, where that listens
 _PARTING_S = 1.0  # for the last message to be sent
 _WARNINGS = ("SIGUSR1",)  # Slurm and LSF send it some time before the end
 _PR_SET_PDEATHSIG = 1
@@ -56,9 +59,13 @@ _LEVELS = {"silent": logging.WARNING, "normal": logging.INFO, "verbose": logging
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.worker") -> int:
     """Work until the run is finished; the result is the exit code."""
+    global _words
     spin_briefly()
     given = sys.argv[1:] if arguments is None else arguments
+    if WORD_FD in os.environ:
+        _words = WordWriter(int(os.environ.pop(WORD_FD)))
     if list(given[-2:-1]) == [PRESTARTED]:
+        _words = WordWriter(take_stdout())
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the coordinator says what came of it
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         given = _prestarted(given[:-2])
@@ -206,11 +213,8 @@ def _work(
         worker = Worker(
             server, job=job, config=config, join_file=settings.join_file, rank=rank, reference=settings.job or ""
         )
-        if TELLS_ID in os.environ and (rank is None or rank.rank == 0):
-            with suppress(OSError, ValueError, AttributeError):
-                sys.stderr.flush()
-            with suppress(OSError):  # not by sys.stderr, in whose place the job may have put something else
-                os.write(2, telling(worker.worker_id).encode())
+        if rank is None or rank.rank == 0:
+            _tell_id(worker.worker_id)
         try:
             code = await serve(worker)
         except W5xdeError as error:
@@ -263,7 +267,7 @@ def _work(
                         worker.abandoned = True
                         if worker.error is not None:
                             raise worker.error
-                        why = "the grace was over" if worker.was_asked_to_leave else "the run is finished"
+                        why = "it was to leave" if worker.was_asked_to_leave else "the run is finished"
                         logger.warning("left in the middle of what was under way: %s", why)
                         return left()
                     departure = running.result()
@@ -324,27 +328,22 @@ def _go_on_when_orphaned() -> None:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT))
 
 
+def _tell_id(worker_id: str) -> None:
+    if _words is not None:
+        _words.tell_id(worker_id)
+
+
 def _tell_why(said: str) -> None:
     """Why this rank of an island ends: to who starts the island again, and says it; else in the log."""
-    from w5xde_async.parallel.shape import WORD_FD
-
-    if WORD_FD in os.environ:
-        with suppress(OSError):  # it has ended
-            os.write(int(os.environ[WORD_FD]), said.encode(errors="replace")[:500])
+    if _words is not None:
+        _words.tell_why(said)
     else:
         logger.warning("rank %s leaves: %s", os.environ["RANK"], said)
 
 
 def _tell_end() -> None:
-    """To who has started this process: it ends by itself. One that the job's code ends, or a library, has not said so,
-    and its exit code may be any."""
-    from w5xde_async.parallel.shape import ENDS, WORD_FD
-
-    with suppress(OSError):  # nobody is there to hear it
-        if WORD_FD in os.environ:
-            os.write(int(os.environ[WORD_FD]), ENDS.encode())
-        elif TELLS_ID in os.environ:
-            os.write(2, TELLING_END.encode())
+    if _words is not None:
+        _words.tell_end()
 
 
 def _end_without_threads(code: int) -> NoReturn:
@@ -464,7 +463,7 @@ def _supervise(
         threads = cores if member else max(1, cores // shape.ranks)
         processes = IslandProcesses(
             shape, arguments, threads=threads, find=find, meet=meet if member else None, host=host,
-            lifetime_s=config.lifetime_s,
+            lifetime_s=config.lifetime_s, on_id=_tell_id,
         )  # fmt: skip
         async with _asked(processes.leave, settings.watch_preemption):
             code = await processes.run()

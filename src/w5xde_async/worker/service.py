@@ -23,6 +23,7 @@ from w5xde_async.compute.program.sandbox import Computing, unsupported
 from w5xde_async.data.config import ReadersConfig
 from w5xde_async.errors import LinkLost, ProgramRefused, RefusalCode, Refused, RemoteError, UsageError, W5xdeError
 from w5xde_async.job import Job, require_job
+from w5xde_async.net.endpoint import is_no_address
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.openmp import compute_with, release_helpers
@@ -84,7 +85,7 @@ class Worker:
         address, TLS files that cannot be used, or a device that is not there.
         """
         if not isinstance(server, str):
-            raise UsageError(f"the server is {server!r:.200}; give host:port or a join string")
+            raise _no_server(server)
         if job is not None:
             require_job(job, "Worker")
         self._runtime, self._hooks = runtime or Runtime(), hooks or WorkerHooks()
@@ -273,14 +274,20 @@ class Worker:
         if self._joining is not None:
             self._joining.cancel()
         if self._connection is not None:
-            self._connection.drain(self._drain, self.config.grace_s)
+            self._drain_link(self._connection)
+
+    def _drain_link(self, connection: Connection) -> None:
+        if connection.holds_nothing:  # what it prepares, or waits for, is of no use any more
+            self._hurry()
+        else:
+            connection.drain(self._drain, self.config.grace_s)
 
     def _count_down(self) -> None:
         if self._loop is not None and self._grace is None:
             self._grace = self._loop.call_later(self.config.grace_s, self._hurry)
 
     def _hurry(self) -> None:
-        """The grace is over."""
+        """The grace is over, or is of no use."""
         if self._connection is not None:
             self._connection.leave()
         self.parted.set()
@@ -347,14 +354,21 @@ class Worker:
         )
         connection.ends_with_coordinator = self._ends_with_coordinator
         if self._leaving():  # asked to while the result of joining was on its way here
-            connection.drain(self._drain, self.config.grace_s)
+            self._drain_link(connection)
         failed, broke = False, ""
         try:
             return await connection.run(partial(self._prepare, joined))
         except ProgramRefused:
             raise  # the next attempt would get the same one
         except Refused as error:
-            return _last_word(error)
+            if error.code is RefusalCode.SHUTTING_DOWN:  # its goodbye was overtaken by the answer to our READY
+                return Departure.DRAINED if self._ends_with_coordinator else None
+            served = connection.leases is not None and connection.leases.num_applied > 0
+            may_be_the_line = served and error.code is RefusalCode.PROTOCOL_ERROR
+            if not may_be_the_line or given is not None or self._rank is not None:
+                return _last_word(error)
+            failed, broke = True, f"it has not understood what this worker said: {error.reason}"
+            return None
         except _NotOpened as error:
             # Of a coordinator that has ended since, too; one that lets this worker in once more had not.
             coordinator = (welcome.run_id, welcome.term)
@@ -563,6 +577,13 @@ def _compute_with(threads: int) -> int:
 
 class _NotOpened(UsageError):
     """The memory that a coordinator has offered cannot be opened, and has to be."""
+
+
+def _no_server(given: object) -> UsageError:
+    shown = repr(given)
+    if is_no_address(shown):  # a secret, perhaps
+        shown = f"of type {type(given).__name__}"
+    return UsageError(f"the server is {shown[:200]}; give host:port or a join string")
 
 
 def _last_word(refused: Refused) -> Departure:

@@ -119,6 +119,11 @@ class Connection:
         """For how long it was ready for leases, until now."""
         return 0.0 if self._ready_at is None else self._clock() - self._ready_at
 
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether it has had no lease yet, and has no answers of an earlier link to bring."""
+        return self._state is State.JOINING and not self._earlier
+
     async def run(self, prepare: Prepare) -> Departure | None:
         """Serve until the end. None: the coordinator stops and may come back.
 
@@ -353,8 +358,7 @@ class Connection:
     async def _beat(self) -> None:
         """Say that we live, and notice when the coordinator does not."""
         beat_s, silence_s = self.welcome.heartbeat_s, self.welcome.silence_s
-        seen, since = -1, self._clock()
-        said = told = since
+        said = told = since = self._clock()
         told_speed = False
         while True:
             await asyncio.sleep(min(beat_s, 1.0))
@@ -372,9 +376,9 @@ class Connection:
                 # Before the results that wait: on a slow line a gradient takes minutes.
                 self._outbox.post(encode(_report(self._executor, leaf_s)), first=True)
                 told, told_speed = now, bool(leaf_s)
-            if self.link.bytes_received != seen or (self._state is State.JOINING and not self._hearing):
+            if self.link.heard(beat_s, silence_s) or (self._state is State.JOINING and not self._hearing):
                 # While the model is being built nobody reads: silence then says nothing of the coordinator.
-                seen, since = self.link.bytes_received, now
+                since = now
             elif now - since > silence_s:
                 raise LinkLost(self.link.peer, f"the coordinator was silent for {now - since:.0f} s")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import os
 import random
@@ -25,6 +23,7 @@ from w5xde_async.errors import (
     UsageError,
     W5xdeError,
 )
+from w5xde_async.net.endpoint import check_certificate
 from w5xde_async.net.link import Link
 from w5xde_async.net.racing import NoneWorked, first_that_works
 from w5xde_async.runtime import Runtime
@@ -32,7 +31,7 @@ from w5xde_async.wire.frame import encode
 from w5xde_async.wire.handshake import member_id
 from w5xde_async.wire.messages import Bye, ByeCode, Rendezvous, Volunteer, Welcome
 from w5xde_async.worker.config import WorkerConfig
-from w5xde_async.worker.connection.handshake import Joined, ask, join, meet
+from w5xde_async.worker.connection.handshake import Joined, RefusedUnproved, ask, join, meet
 from w5xde_async.worker.connection.metering import Traffic
 from w5xde_async.worker.connection.target import JoinFile, Target
 from w5xde_async.worker.executors.island import Rank
@@ -109,8 +108,8 @@ class Dialer:
         self._lacks_tls = False  # so it seems, since the last attempt
         self._broke = ""  # how who answered has broken the protocol, since it was joined last
         self._breaks = 0  # in a row: links that ended so, though they had begun, and of which nothing came
-        self._breaking_s = 0.0  # since the first of them
-        self._ended = self._warned = 0.0  # when the last link ended; when the last of ``_breaks`` was told of
+        self._breaking_s = 0.0  # of those after the first, and of the pauses before them
+        self._began = self._warned = 0.0  # when the last link began; when the last of ``_breaks`` was told of
 
     @property
     def address(self) -> tuple[str, int]:
@@ -152,14 +151,16 @@ class Dialer:
         self._broke = broke
         self._heard = heard or self._heard
         self._failed_links = 0 if applied else self._failed_links + failed
-        before, self._ended = self._ended, self._runtime.clock()
-        if applied or (broke and served_s >= self.config.connect_timeout_s):  # who has nothing for us lasts so long
+        ended = self._runtime.clock()
+        # Who has nothing for us lasts so long, or says goodbye.
+        if applied or served_s >= self.config.connect_timeout_s or not (failed or broke):
             self._breaks, self._breaking_s = 0, 0.0
+        if self._breaks:
+            self._breaking_s += ended - self._began
         if broke:
-            self._breaking_s += self._ended - before if self._breaks else 0.0
             self._breaks += 1
-            if self._breaks == 1 or self._ended - self._warned >= _SAID_EVERY_S:
-                self._warned = self._ended
+            if self._breaks == 1 or ended - self._warned >= _SAID_EVERY_S:
+                self._warned = ended
                 logger.warning(
                     "coordinator broke the protocol, connecting again times=%d reason=%s", self._breaks, broke
                 )
@@ -172,6 +173,7 @@ class Dialer:
         over a given link LinkLost and RemoteError too.
         """
         joined = await self._join(given)
+        self._began = self._runtime.clock()
         welcome = joined.welcome
         if self._terms.get(welcome.run_id) != welcome.term:
             self._failed_links = 0  # another coordinator: the last link ended with its own, through no fault of ours
@@ -211,7 +213,7 @@ class Dialer:
             config = self.config if self._target is None else self._target.config
             link = await self._reach(min(left_s, 10.0))
             try:
-                _check_certificate(link, config.certificate)
+                check_certificate(link, config.certificate)
                 async with asyncio.timeout(min(left_s, 20.0)):
                     found = await talk(link, config)
                 self._hung_up = 0
@@ -221,9 +223,7 @@ class Dialer:
                     raise self._refused from None
                 raise LinkLost(link.peer, _too_late(link)) from None
             except Refused as error:
-                if error.code in _TRY_AGAIN:
-                    raise _NotNow(error.reason, error.hint) from None
-                raise
+                raise self._judged(error) from None
             except BaseException as error:
                 self._explain(error, link)
                 raise
@@ -236,13 +236,16 @@ class Dialer:
         if given is not None:
             return await self._try_to_join(self.config.connect_timeout_s, given)
         left_s = self.config.connect_timeout_s - self._breaking_s
-        if self._breaks > 1 and left_s <= 0:
+        if self._breaks > 1 and left_s <= 0 and self._broke:
             self._reason = f"it let this worker in and then broke the protocol, {self._breaks} times: {self._broke}"
             self._refused = None
             raise self.unreachable(self.config.connect_timeout_s)
         if self._failed_links:
             pause_s = _pause_s(self._failed_links, self._jitter)
-            await asyncio.sleep(min(pause_s, left_s) if self._breaks else pause_s)
+            if self._breaks:
+                pause_s = min(pause_s, max(left_s, 0.0))
+                self._breaking_s += pause_s
+            await asyncio.sleep(pause_s)
         return await self._again_and_again(self._try_to_join)
 
     async def _again_and_again(self, attempt_once: Callable[[float], Awaitable[_Found]]) -> _Found:
@@ -301,7 +304,7 @@ class Dialer:
         self._lacks_tls = False
         link = given or await self._reach(min(left_s, 10.0))
         try:
-            _check_certificate(link, config.certificate)
+            check_certificate(link, config.certificate)
             async with asyncio.timeout(min(left_s, 20.0)):
                 joined = await join(
                     link, key=self._key, name=self.name, token=config.token, terms=self._terms,
@@ -318,8 +321,8 @@ class Dialer:
                 self._explain(error, link)
             if isinstance(error, TimeoutError):
                 raise LinkLost(link.peer, _too_late(link)) from None
-            if given is None and isinstance(error, Refused) and error.code in _TRY_AGAIN:
-                raise _NotNow(error.reason, error.hint) from None
+            if given is None and isinstance(error, Refused):
+                raise self._judged(error) from None
             raise
 
     async def _welcomed(self, joined: Joined) -> Welcome:
@@ -342,6 +345,13 @@ class Dialer:
         except Refused as refused:
             raise self._foreign(refused) from None
 
+    def _judged(self, refused: Refused) -> W5xdeError:
+        """What to raise for what was said over a link. Before the proofs, only a certificate that was checked tells the
+        coordinator from who may have taken its address."""
+        if isinstance(refused, RefusedUnproved) and not (self._target is not None and self._target.is_certified):
+            return self._foreign(refused)
+        return _NotNow(refused.reason, refused.hint) if refused.code in _TRY_AGAIN else refused
+
     def _foreign(self, refused: Refused) -> W5xdeError:
         """What to raise where not the coordinator itself has refused: who has been let in once with these settings
         knows that they are right. A proxy, or somebody in between, may answer for a coordinator that is away."""
@@ -352,12 +362,10 @@ class Dialer:
         assert target is not None
 
         async def attempt(address: tuple[str, int]) -> tuple[tuple[str, int], Link]:
-            link = await self._runtime.connect(*address, timeout_s=timeout_s, ssl=target.tls)
-            try:
-                _check_certificate(link, target.config.certificate)
-            except BaseException:
-                link.abort()
-                raise
+            certificate = target.config.certificate
+            more = {"certificate": certificate} if certificate else {}  # which an application's own need not know
+            link = await self._runtime.connect(*address, timeout_s=timeout_s, ssl=target.tls, **more)
+            check_certificate(link, certificate)  # an application's own ``connect`` may not have
             return address, link
 
         if len(target.addresses) == 1:
@@ -405,15 +413,6 @@ class Dialer:
                 f"the coordinator closed right after TLS began ({error.reason})",
                 "it may want a certificate of this worker: --tls-cert and --tls-key",
             ) from None
-
-
-def _check_certificate(link: Link, expected: bytes) -> None:
-    if expected and not hmac.compare_digest(hashlib.sha256(link.certificate).digest(), expected):
-        raise Refused(
-            RefusalCode.AUTHENTICATION,
-            "the coordinator's certificate is not the one of the join string",
-            "take its present join string; if it has not changed, somebody sits between",
-        )
 
 
 def _too_late(link: Link) -> str:

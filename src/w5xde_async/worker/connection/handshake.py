@@ -25,6 +25,22 @@ from w5xde_async.wire.handshake import NONCE_BYTES, WORKER, State, advance, prov
 _MAX_INNER_BYTES = 1 << 20
 _LAST_WORDS_S = 2.0
 
+#: In our words: who has proved nothing may say and advise anything.
+_UNPROVED = {
+    RefusalCode.PROTOCOL_VERSION: (
+        f"the coordinator speaks another protocol than this worker, which speaks {messages.PROTOCOL_VERSION}",
+        "install the same version of w5xde-async on both sides",
+    ),
+    RefusalCode.AUTHENTICATION: (
+        "the token is missing or wrong",
+        "set the coordinator's token in W5XDE_TOKEN or --token-file, or use its join file",
+    ),
+    RefusalCode.PROTOCOL_ERROR: (
+        "the coordinator could not read what this worker said",
+        "see what listens there, and that both sides have the same version of w5xde-async",
+    ),
+}
+
 Receive = Callable[[Accept], Awaitable[Received]]
 """As ``Link.recv``."""
 
@@ -45,6 +61,10 @@ class Dismissed(W5xdeError):
     def __init__(self, bye: messages.Bye) -> None:
         self.bye = bye
         super().__init__(bye.reason[:300])
+
+
+class RefusedUnproved(Refused):
+    """As Refused, before the other side has proved itself: whoever answers may say so."""
 
 
 async def join(
@@ -128,10 +148,17 @@ async def ask(link: Link, *, token: str, identity: str = "") -> messages.Probed:
 
 
 async def prove_each_other(link: Link, *, token: str, identity: str = "") -> bytes:
-    """The part of ``join`` before the worker says who it is: both sides know the secret. Raises as ``join`` does.
+    """The part of ``join`` before the worker says who it is: both sides know the secret.
 
-    Returns the nonce of HELLO.
+    Returns the nonce of HELLO. Raises RefusedUnproved, LinkLost, RemoteError.
     """
+    try:
+        return await _prove_each_other(link, token=token, identity=identity)
+    except Refused as error:
+        raise RefusedUnproved(error.code, error.reason, error.hint) from None
+
+
+async def _prove_each_other(link: Link, *, token: str, identity: str) -> bytes:
     secret = token.encode()
     nonce = os.urandom(NONCE_BYTES)
     binding = hashlib.sha256(link.certificate).digest() if link.certificate else b""
@@ -215,7 +242,8 @@ async def _expect(link: Link, state: State) -> messages.Message:
     message = (await link.recv()).message
     advance(WORKER, state, message)
     if isinstance(message, messages.Refusal):
-        raise refused(message)
+        told = refused(message)
+        raise told if state is State.NAMING else Refused(told.code, *_UNPROVED[told.code])
     return message
 
 

@@ -82,7 +82,7 @@ class Inbox:
         self.version, self._torn = message.version, False
         return Version(message.version, message.loss_scale, fresh, self._parameters.take())
 
-    def place_lease(self, message: Lease, specs: Sequence[BufferSpec], beside: int = 0) -> list[memoryview]:
+    def place_lease(self, specs: Sequence[BufferSpec], beside: int = 0) -> list[memoryview]:
         """Memory for a lease's batch. ``beside``: bytes of batches that are held elsewhere. Raises OverMemoryLimit,
         MalformedFrame."""
         if any(spec.codec != "raw" for spec in specs):

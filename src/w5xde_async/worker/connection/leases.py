@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_NOT_BEGUN = 4096
 _MOST_CAUSES = 64
+_WASTED_SAID_S = 60.0  # what is compared, or overtaken, may be so every second
 _MOST_UNSENT = 2  # answers kept for the next link: the oldest, which had begun to leave
 
 
@@ -84,6 +86,7 @@ class Leases:
         self._earlier = list(unsent)
         self._on_failed, self._failed_in_a_row = on_failed, 0
         self._told_of: set[str] = set()  # causes of failed leaves: each is logged once
+        self._wasted: dict[int, tuple[float, int]] = {}  # by a verdict's code: when it was said, and leases since
         self._results: dict[int, list[BucketResult]] = {}  # of leases whose DONE was not given yet
         self._there: dict[int, frozenset[int]] = {}  # of leases of begun blocks: buckets that have come
         self._unsent: dict[int, Unsent] = {}  # whose DONE has not left
@@ -170,7 +173,7 @@ class Leases:
                 if self._own is None:
                     raise MalformedFrame("LEASE names samples, and this worker has no data of its own")
                 self._own.check(message, specs)
-            return self._inbox.place_lease(message, specs, self._arriving_bytes)
+            return self._inbox.place_lease(specs, self._arriving_bytes)
         raise MalformedFrame(f"{type(message).__name__} came with buffers")
 
     def params(self, message: messages.Params, specs: Sequence[BufferSpec]) -> None:
@@ -243,13 +246,23 @@ class Leases:
             wasted = sorted(set(message.leases) - self._not_begun)
             self.num_stale += len(wasted)
             if wasted:
-                logger.info("leases not applied leases=%s reason=%s", wasted[:8], message.reason[:200])
+                self._tell_wasted(wasted, message)
         self._not_begun.difference_update(message.leases)
         self._revoked.difference_update(message.leases)  # whose REVOKE has crossed our DONE
         for lease in message.leases if self._lent else ():
             self._release(self._lent.pop(lease, ()))
         if self._executor.admit(message):
             self._queue.put((message,))
+
+    def _tell_wasted(self, leases: Sequence[int], verdict: messages.Verdict) -> None:
+        """One line a minute for each code."""
+        now, (said_at, untold) = self._thread.clock(), self._wasted.get(verdict.code, (-math.inf, 0))
+        if now - said_at < _WASTED_SAID_S:
+            self._wasted[verdict.code] = said_at, untold + len(leases)
+            return
+        self._wasted[verdict.code] = now, 0
+        more = f" ({untold} more since that was said last)" if untold else ""
+        logger.info("leases not applied leases=%s reason=%s%s", leases[:8], verdict.reason[:200], more)
 
     def revoke(self, message: messages.Revoke) -> None:
         """Nobody waits for this lease any more."""

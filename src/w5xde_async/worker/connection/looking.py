@@ -37,12 +37,10 @@ async def look(dialer: Dialer) -> Seen:
     patience = asyncio.timeout(welcome.silence_s)
 
     async def beat() -> None:
-        seen = 0
         while True:
             outbox.post(encode(Heartbeat("looks at the run")))
             await asyncio.sleep(welcome.heartbeat_s)
-            if link.bytes_received != seen:
-                seen = link.bytes_received
+            if link.heard(welcome.heartbeat_s, welcome.silence_s):
                 patience.reschedule(loop.time() + welcome.silence_s)
 
     tasks: list[asyncio.Task[object]] = [asyncio.create_task(outbox.run(), name="look, send")]

@@ -15,15 +15,14 @@ from functools import partial
 from pathlib import Path
 
 from w5xde_async.errors import UsageError
-from w5xde_async.net.endpoint import format_address, parse_address
+from w5xde_async.net.endpoint import format_address, is_no_address, parse_address
 from w5xde_async.net.hanging import in_daemon_thread
-from w5xde_async.net.join import Invitation, check_strength, expanded, read_secret_file
+from w5xde_async.net.join import Invitation, check_strength, expanded, read_join_file
 from w5xde_async.net.tls import client_context, is_loopback
 from w5xde_async.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-SCHEME = "w5xde://"  #: of join strings
 _READ_S = 5.0
 
 
@@ -39,7 +38,7 @@ class Target:
     def of(cls, server: str, config: WorkerConfig) -> Target:
         """``server`` is ``host:port`` or a join string. Raises UsageError, also where nothing says who will answer."""
         addresses: tuple[tuple[str, int], ...]
-        if server.startswith(SCHEME):
+        if is_no_address(server):
             told = Invitation.parse(server, place="server")
             addresses = told.addresses
             config = replace(
@@ -58,6 +57,11 @@ class Target:
         if not config.certificate and config.tls.ca is None and elsewhere:
             check_strength(config.token, "the token")  # whoever answers is given a proof of it
         return cls(addresses, config, client_context(config.tls) if secure else None)
+
+    @property
+    def is_certified(self) -> bool:
+        """Whether who has come to TLS with it is the coordinator, whatever it knows: its certificate is checked."""
+        return self.tls is not None and bool(self.config.certificate or self.config.tls.ca is not None)
 
     @property
     def is_here(self) -> bool:
@@ -98,7 +102,7 @@ class JoinFile:
     @property
     def was_read(self) -> bool:
         """Whether what is known of the coordinator is from this file."""
-        return self._text.startswith(SCHEME)
+        return is_no_address(self._text)
 
     def complain(self, problem: str) -> None:
         """Say once what is wrong with a file that was right before."""
@@ -110,6 +114,4 @@ class JoinFile:
 def _read(path: Path) -> str:
     if not path.exists():
         raise UsageError(f"join file {path} is not there yet")
-    text = read_secret_file(path, kind="join file")
-    Invitation.parse(text, place=f"join file {path}")
-    return text
+    return read_join_file(path).reveal()
