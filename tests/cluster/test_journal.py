@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import json
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -17,6 +19,8 @@ from typing import IO, Any, BinaryIO
 
 import pytest
 import torch
+from tests.simulator.disk import Disk as MachineDisk
+from tests.simulator.disk import HostFilesystem
 from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 
@@ -27,7 +31,7 @@ from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, UsageError
 from w5xde_async.hub.work.verdicts import Counted
-from w5xde_async.job import Job
+from w5xde_async.job import Job, build_model
 from w5xde_async.plan.numerics import EXACT
 from w5xde_async.runtime import Runtime
 from w5xde_async.store.filesystem import Filesystem
@@ -417,6 +421,83 @@ async def test_without_a_journal_from_now_on_its_steps_are_kept(tmp_path: Path) 
     assert result.digest == expected("metrics")
 
 
+async def test_a_start_that_is_refused_for_what_it_was_told_leaves_all_where_it_is(tmp_path: Path) -> None:
+    make, run = jobs.mlp_sgd, tmp_path / "run"
+    await train(make, run_dir=run, max_steps=8, checkpoint_every=4, durability="journal")
+    before = sorted(map(str, run.rglob("*")))
+    chosen = str(run / "checkpoints" / "step-000000004")
+    with pytest.raises(UsageError, match=r"--override optimizer\.speed: SGD has"):
+        await asyncio.to_thread(prepared, make, run, resume=chosen, override="optimizer.speed=1")
+    assert sorted(map(str, run.rglob("*"))) == before
+    assert (await asyncio.to_thread(prepared, make, run)).resume.step == 8
+
+
+class Killed(BaseException):
+    """A process ends, and with it all that it would do."""
+
+
+class Mortal:
+    """A process of the simulator's."""
+
+    dead = superseded = False
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "journal"])
+@pytest.mark.parametrize("power", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["killed", "power cut"])
+async def test_a_start_that_is_killed_on_its_way_to_another_course_is_on_one_of_both(
+    tmp_path: Path, durability: str, power: bool
+) -> None:
+    """Wherever that is: with its journal or said where it lies, and with no best model of the course that was left."""
+    values = itertools.count(0.0, -1.0)
+
+    def make() -> Job:
+        return replace(jobs.mlp_sgd(), evaluate=lambda model: {"val_loss": next(values)}, evaluate_every=2,
+                       keep_best="val_loss")  # fmt: skip
+
+    run = tmp_path / "run"
+
+    def killed(dies_in: int) -> str:
+        """How the next start ends; empty where this one came to its end."""
+        disk, process = MachineDisk(tmp_path / "disk", random.Random(dies_in)), Mortal()
+        left, filesystem = disk.root / "run", HostFilesystem(disk, process)
+        shutil.copytree(run, left)
+
+        def die() -> None:
+            process.dead = True
+            raise Killed
+
+        filesystem.dies_in, filesystem.die = dies_in, die
+        told = settings(durability=durability, resume=str(left / "checkpoints" / "step-000000004"))
+        with suppress(Killed):
+            prepare(make(), told, left, lambda: "0" * 16, filesystem=filesystem).spec.close()
+        filesystem.discard()
+        if power:
+            disk.power_cut()
+        end = "as it was told"
+        try:
+            found = prepared(make, left, durability=durability)
+        except CheckpointCorrupt as error:
+            end = "with what was moved back"
+            advice = re.compile("has left it as (.*?): move that back, and nothing is lost; or start with")
+            os.rename(*advice.findall(str(error)), left / "journal")
+            found = prepared(make, left, durability=durability)
+            assert found.resume.step == 8
+        assert found.resume.step in (4, 8)
+        assert found.spec.state.digest() == expected("mlp_sgd", found.resume.step)
+        assert found.resume.best is None or found.resume.best.step <= found.resume.step
+        shutil.rmtree(disk.root)
+        return f"at {found.resume.step} {end}" if process.dead else ""
+
+    await train(make, run_dir=run, max_steps=8, checkpoint_every=4, durability=durability)
+    ends = set()
+    for dies_in in itertools.count(1):
+        if not (end := await asyncio.to_thread(killed, dies_in)):
+            break
+        ends.add(end)
+    moved = {"at 8 with what was moved back"} if durability == "journal" else set()
+    assert ends == {"at 4 as it was told", "at 8 as it was told", *moved}
+
+
 async def test_another_course_of_the_run_leaves_the_journal_aside(tmp_path: Path) -> None:
     make, left = jobs.mlp_sgd, tmp_path / "left"
     await crash(make, tmp_path / "run", at=13, left=left, checkpoint_every=5)
@@ -429,6 +510,28 @@ async def test_another_course_of_the_run_leaves_the_journal_aside(tmp_path: Path
     assert found.resume.step == 0
     assert (tmp_path / "left.old-1" / "abandoned-journal").is_dir()
     assert (tmp_path / "left.old-1" / "journal").is_dir()
+
+
+@pytest.mark.parametrize("changed", [{}, {"override": "optimizer.lr=0.01"}], ids=["as it was", "with another rate"])
+@pytest.mark.parametrize("durability", ["checkpoint", "journal"])
+async def test_the_same_command_goes_back_to_the_same_checkpoint_each_time(
+    tmp_path: Path, durability: str, changed: dict[str, Any]
+) -> None:
+    """As an engine gives it that starts a run again; and without the path the newest course is gone on with."""
+    make, run = jobs.mlp_sgd, tmp_path / "run"
+    await train(make, run_dir=run, max_steps=8, checkpoint_every=4, durability="journal")
+    chosen = run / "checkpoints" / "step-000000004"
+    rates = []
+    for told in (changed, changed, {}):
+        for config in ({"resume": str(chosen), **told}, {}):
+            found = await asyncio.to_thread(prepared, make, run, durability=durability, **config)
+            assert found.resume.step == 4
+            rates.append(found.strategy.rule.optimizer.param_groups[0]["lr"])
+    assert rates[0] == rates[1] == rates[2] == rates[3]
+    assert rates[4] == rates[5] == make().optimizer(build_model(make())).param_groups[0]["lr"]
+    await train(make, run_dir=run, max_steps=12, checkpoint_every=2, durability=durability, resume=str(chosen))
+    found = await asyncio.to_thread(prepared, make, run, durability=durability, resume=str(chosen))
+    assert found.spec.state.digest() == expected("mlp_sgd", 4)
 
 
 @pytest.mark.parametrize("durability", ["checkpoint", "journal"])
@@ -510,15 +613,17 @@ async def test_a_checkpoint_of_another_run_is_taken_only_where_it_is_asked_for(t
 
 async def test_damaged_checkpoints_beside_one_of_another_run_do_not_accuse_run_json(tmp_path: Path) -> None:
     make, left = jobs.mlp_sgd, tmp_path / "left"
-    await train(make, run_dir=tmp_path / "other", max_steps=9)
+    await train(
+        make, run_dir=tmp_path / "other", max_steps=10
+    )  # at which the run itself saves nothing, however far it comes
     await crash(make, tmp_path / "run", at=4, left=left, saves=1, checkpoint_every=3)
     for manifest in (left / "checkpoints").glob("step-*/manifest.json"):
         manifest.write_bytes(b"")
-    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-000000009", left / "checkpoints" / "step-000000009")
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-000000010", left / "checkpoints" / "step-000000010")
     with pytest.raises(CheckpointMismatch, match=r"checkpoints is whole.*--resume never") as caught:
         await asyncio.to_thread(prepared, make, left)
     assert caught.value.path == str(left / "checkpoints")
-    assert f"step-000000009 is of run {run_id_of(tmp_path / 'other')}" in str(caught.value)
+    assert f"step-000000010 is of run {run_id_of(tmp_path / 'other')}" in str(caught.value)
 
 
 @pytest.mark.parametrize("durability", ["checkpoint", "journal"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,7 @@ from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, settings
 from torch.optim import lr_scheduler
 
-from w5xde_async.coordinator.run.overrides import override
-from w5xde_async.coordinator.run.resume import _hyperparameters
+from w5xde_async.coordinator.run.overrides import override, settings_of
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import UpdateFailed, UsageError
@@ -110,6 +111,74 @@ async def test_a_job_whose_settings_were_changed_is_told_that_the_checkpoint_cou
     assert "counts, not" not in said
 
 
+class Own(lr_scheduler.LRScheduler):
+    """Counts, and moves what torch's schedulers do not."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, every: list[int], *, per: float = 2.0) -> None:
+        self.every, self.per, self.calls, self.seen = every, per, 0, [0]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        self.calls += 1
+        self.seen.append(self.calls)
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.01 * self.calls
+        return [group["initial_lr"] / self.per**self.calls for group in self.optimizer.param_groups]
+
+
+def cycled(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=12)
+
+
+def milestones(*steps: int) -> Scheduler:
+    return lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [*steps])
+
+
+def in_turn(step: int, factor: float = 0.5) -> Scheduler:
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        parts = [lr_scheduler.ConstantLR(optimizer, 1.0, 1), lr_scheduler.ConstantLR(optimizer, factor, 9)]
+        return lr_scheduler.SequentialLR(optimizer, parts, milestones=[step])
+
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (Own, None, []),
+        (cycled, None, []),
+        (lambda made: Own(made, [1, 2]), lambda made: Own(made, [1, 3], per=4.0),
+         ["scheduler setting every=[1, 2] counts, not the job's [1, 3]",
+          "scheduler setting per=2.0 counts, not the job's 4.0"]),
+        (milestones(9), milestones(2), ["scheduler setting milestones=[9] counts, not the job's [2]"]),
+        (in_turn(9), in_turn(2), ["scheduler setting milestones=[9] counts, not the job's [2]"]),
+        (in_turn(9), in_turn(9, 0.25),
+         ["scheduler setting part 2: factor=0.5 counts, not the job's 0.25"]),
+        (halved, "momentum", ["optimizer setting group 0: momentum=0.5 counts, not the job's 0.25"]),
+        (None, "momentum", ["optimizer setting group 0: momentum=0.5 counts, not the job's 0.25"]),
+    ],
+    ids=["own", "cycle", "own changed", "milestones", "in turn", "part", "momentum", "without a schedule"],
+)  # fmt: skip
+async def test_only_a_job_that_was_changed_is_told_so(
+    tmp_path: Path, before: Scheduler | None, after: Scheduler | str | None, told: list[str]
+) -> None:
+    """Whatever its scheduler moves and counts; at each start, until the job is again what the run began with."""
+    if before is Own:
+        before = partial(Own, every=[1])
+    began = changed = job(before)
+    if after == "momentum":
+        changed = replace(began, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.25))
+    elif after is not None:
+        assert not isinstance(after, str)
+        changed = replace(began, scheduler=after)
+    await run(began, tmp_path, max_steps=2)
+    for steps in (3, 4):
+        _, said = await run(changed, tmp_path, max_steps=steps)
+        assert re.findall("the checkpoint's (.*counts, not the job's .*)", said) == told
+    _, said = await run(began, tmp_path, max_steps=5)
+    assert "counts, not" not in said
+
+
 async def test_a_schedule_that_is_over_is_made_longer(tmp_path: Path) -> None:
     def cycle(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=3, cycle_momentum=False)
@@ -172,8 +241,8 @@ def test_what_an_optimizer_holds_is_changed() -> None:
 
 def test_settings_of_an_optimizer_that_is_held_count_from_the_checkpoint_too() -> None:
     parameter = torch.zeros(1, requires_grad=True)
-    settings_of = _hyperparameters(Two(torch.optim.SGD([parameter], lr=0.5, momentum=0.5)), None)
-    assert settings_of["optimizer setting group 1: lr"] == "0.5"
+    settings = settings_of(Two(torch.optim.SGD([parameter], lr=0.5, momentum=0.5)), None)
+    assert settings["optimizer setting group 1: lr"] == "0.5"
 
 
 @pytest.mark.parametrize(

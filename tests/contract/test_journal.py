@@ -6,14 +6,17 @@ import errno
 import io
 import logging
 import os
+import random
 import re
 import shutil
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+from tests.simulator.disk import Disk, HostFilesystem
 
 from w5xde_async.errors import CheckpointCorrupt, StoreError, UsageError
 from w5xde_async.store import failpoints
@@ -493,6 +496,33 @@ def test_it_can_be_set_aside_and_removed(tmp_path: Path) -> None:
         assert steps(tmp_path, 5)[0] == [6]
         made.remove()
         assert not (tmp_path / "journal").exists()
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["killed", "power cut"])
+def test_of_one_that_is_removed_nothing_comes_back_and_no_part_stays(tmp_path: Path, power: bool) -> None:
+    class Process:
+        dead = superseded = False
+
+    whole = set()
+    for dies_in in range(1, 8):
+        disk, process = Disk(tmp_path / str(dies_in), random.Random(dies_in)), Process()
+        write(disk.root, 1, 5, rotate=(2, 4))
+        filesystem = HostFilesystem(disk, process)
+
+        def die(process: Process = process) -> None:
+            process.dead = True
+            raise Crash
+
+        filesystem.dies_in, filesystem.die = dies_in, die
+        with suppress(Crash):
+            journal(disk.root, filesystem).remove()
+        if power:
+            disk.power_cut()
+        there = (disk.root / "journal").exists()
+        assert steps(disk.root)[0] == ([1, 2, 3, 4, 5] if there else [])
+        assert process.dead or not there
+        whole.add(there)
+    assert whole == {False, True}
 
 
 # -- failpoints

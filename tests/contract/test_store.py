@@ -233,6 +233,20 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert_whole(store.latest()[0], 2)
 
 
+def test_what_was_asked_for_stays_however_many_follow(tmp_path: Path) -> None:
+    """Also where its step is saved again: the next start may be told the same."""
+    asked_for = tmp_path / "step-000000002"
+    CheckpointStore(tmp_path).save(record(2))
+    store = CheckpointStore(tmp_path, keep=2, asked_for=asked_for)
+    assert store.ends_with(asked_for)
+    assert [store.save(record(step)).oldest for step in (2, 2, 3, 4, 5)] == [2, 2, 2, 3, 4]
+    assert_whole(store.load(asked_for), 2)
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5"], "no more than it is kept"
+    assert not store.ends_with(asked_for)
+    CheckpointStore(tmp_path, keep=2).save(record(6))
+    assert store.steps() == [5, 6], "a start that is not told so needs it no more"
+
+
 def damage_truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 

@@ -116,7 +116,7 @@ def bound(document: Document, layout: Layout) -> int:
     program: Program = parse(document, layout)
     entries = [(entry.dtype, entry.shape) for entry in layout.entries]
     batch = [(torch.float32, (SAMPLES, WIDTH))] * 2
-    return measure(program, program.graphs[0], entries, batch, memory_bytes=1 << 40)
+    return measure(program, program.graphs[0], entries, batch, memory_bytes=1 << 40).total
 
 
 @pytest.mark.slow

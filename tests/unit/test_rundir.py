@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
+import random
 import re
 import resource
 import shutil
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -21,6 +24,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.simulator.disk import Disk, HostFilesystem
 from torch import nn
 
 from w5xde_async.errors import CheckpointCorrupt, ExitCode, RunDirBusy, StoreError
@@ -125,6 +129,16 @@ def test_a_holder_that_died_holds_nothing(tmp_path: Path) -> None:
     RunDir.open(path, resume=True).close()
 
 
+class Killed(BaseException):
+    """A process ends, and with it all that it would do."""
+
+
+class Mortal:
+    """A process of the simulator's."""
+
+    dead = superseded = False
+
+
 def old_run(path: Path) -> str:
     with RunDir.open(path, resume=True) as run:
         run.next_term()
@@ -149,6 +163,39 @@ def test_a_fresh_start_moves_the_old_run_aside(tmp_path: Path) -> None:
         assert (tmp_path / f"run.old-{number}" / "metrics.jsonl").read_text() == "old\n"
         assert (tmp_path / f"run.old-{number}" / "metrics.jsonl.kept").exists()
         assert (tmp_path / f"run.old-{number}" / "checkpoints" / "step").exists()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_power_cut_while_the_old_run_is_moved_loses_none_of_it(tmp_path: Path, inside: bool) -> None:
+    """Nor is its best model left alone where another course would keep it."""
+
+    class Alone(HostFilesystem):
+        def make_directory(self, path: Path) -> None:
+            if path.name == "run.old-1":
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+            super().make_directory(path)
+
+    found = set()
+    for dies_in, seed in itertools.product(range(1, 12), range(4)):
+        disk, process = Disk(tmp_path / f"{dies_in} {seed}", random.Random(seed)), Mortal()
+        path, filesystem = disk.root / "run", (Alone if inside else HostFilesystem)(disk, process)
+        old_run(path)
+        (path / "best.safetensors").write_text("old")
+
+        def die(process: Mortal = process) -> None:
+            process.dead = True
+            raise Killed
+
+        filesystem.dies_in, filesystem.die = dies_in, die
+        with suppress(Killed):
+            RunDir.open(path, resume=False, filesystem=filesystem).close()
+        filesystem.discard()
+        disk.power_cut()
+        (kept,) = [*disk.root.rglob("checkpoints/step")]
+        (best,) = [*disk.root.rglob("best.safetensors")]
+        assert best.parent != path or kept.parents[1] == path
+        found.add(str(kept.relative_to(disk.root).parents[1]))
+    assert len(found) == 2
 
 
 def test_a_fresh_start_in_an_empty_place_moves_nothing(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def _prepare(
     from w5xde_async.store.failpoints import arm
 
     config = settings.coordinator_config(token)
+    settings.require_certificates()
     arm(os.environ.get("W5XDE_FAILPOINTS", ""))
     assert settings.job is not None
     reference = settings.job
@@ -103,8 +104,8 @@ def _prepare(
     attach(handler, handler.level)
     workers = LocalWorkers(
         settings.workers, reference=reference, devices=settings.worker_devices(),
-        threads=settings.worker_threads or 1, token=token, config_path=settings.config, data_dir=settings.data_dir,
-        grace_s=config.grace_s + 2.0,
+        threads=settings.worker_threads or 1, token=token, insecure=config.insecure, config_path=settings.config,
+        data_dir=settings.data_dir, grace_s=config.grace_s + 2.0,
     )  # fmt: skip
 
     async def train() -> int:

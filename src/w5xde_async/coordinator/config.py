@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import isfinite
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,14 @@ _BATCH = Kind(
 
 
 _CHANGE = r"\s*(?:optimizer|scheduler)\.[A-Za-z]\w*=[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\s*"
+_CHANGES = text(
+    "optimizer.NAME=NUMBER or scheduler.NAME=NUMBER, each finite", "NAME=X", f"{_CHANGE}(?:,{_CHANGE})*"
+)  # fmt: skip
+_FINITE_CHANGES = _CHANGES._replace(
+    holds=lambda value: (
+        _CHANGES.holds(value) and all(isfinite(float(one.partition("=")[2])) for one in value.split(","))
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +56,7 @@ class CoordinatorConfig(VerificationConfig, MonitoringConfig, DurabilityConfig, 
     override: str | None = setting(
         None, "from here on: optimizer.lr=3e-4, or another setting of the optimizer or the scheduler, several with "
         "commas between; with a scheduler lr is what its schedule begins with",
-        text("optimizer.NAME=NUMBER or scheduler.NAME=NUMBER", "NAME=X", f"{_CHANGE}(?:,{_CHANGE})*"), "the run",
+        _FINITE_CHANGES, "the run",
     )  # fmt: skip
     update_device: str = setting(
         "cpu", "sync: where the optimizer steps, and what it keeps is: here, or on a GPU of the coordinator's machine",

@@ -216,8 +216,10 @@ class Coordinator:
         return result
 
     async def serve_forever(self) -> RunResult:
-        """``start``, ``wait`` and ``aclose`` in one; cancelled, it stops the run in good order first."""
-        await self.start()
+        """``start``, unless that was done, ``wait`` and ``aclose`` in one; cancelled, it stops the run in good order
+        first."""
+        if self._main is None:
+            await self.start()
         try:
             return await self.wait()
         finally:
@@ -544,10 +546,14 @@ class Coordinator:
     def _started(self, prepared: Prepared) -> RunStarted:
         job, (spec, strategy, resume) = self.job, prepared
         config = replace(self.config, update=strategy.update)  # which auto may have chosen before
-        shown = format_address(config.host if config.host not in ("", "0.0.0.0", "::") else "HOST", self.port)
+        host, port = config.host if config.host not in ("", "0.0.0.0", "::") else "HOST", self.port
         if config.advertise:
-            shown = format_address(*advertised(config.advertise, self.port)[0])
-        where = f"--server {shown}" if self._join_file is None else f"--join-file {shlex.quote(str(self._join_file))}"
+            host, port = advertised(config.advertise, port)[0]
+        where = f"--server {format_address(host, port)}"
+        if self._join_file is not None:
+            where = f"--join-file {shlex.quote(str(self._join_file))}"
+        elif config.insecure and not is_loopback(host):
+            where += " --insecure"
         given = "" if config.code_free else f" --job {shlex.quote(self._reference or 'train.py:job')}"
         assert self._access is not None
         told = None if self._join_file is None else self.invitation

@@ -68,11 +68,13 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedCheckpoint:
-    """A record on the disk; ``seconds`` is what writing it took."""
+    """A record on the disk; ``seconds`` is what writing it took. ``oldest``: of the newest that are kept, the oldest
+    one's step; 0 where what is over them could not be removed."""
 
     path: Path
     nbytes: int
     seconds: float
+    oldest: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,13 +96,16 @@ class CheckpointStore:
     """The checkpoints of one run, newest first by step; holds no file open and no state of its own."""
 
     def __init__(
-        self, directory: Path, *, keep: int = 3, filesystem: Filesystem | None = None, run_id: str = ""
-    ) -> None:
+        self, directory: Path, *, keep: int = 3, filesystem: Filesystem | None = None, run_id: str = "",
+        asked_for: Path | None = None,
+    ) -> None:  # fmt: skip
         """``keep``: newest checkpoints that are kept. ``run_id``: the run's, where what another has written is not
-        to be taken for one of its own. Raises ValueError where ``keep`` is less than 1."""
+        to be taken for one of its own. ``asked_for``: the record that this start was told to go on from; it stays,
+        beside those, for the next start that is told the same. Raises ValueError where ``keep`` is less than 1."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
         self._run_id = run_id
+        self._asked_for = None if asked_for is None else asked_for.resolve()
         self._directory = directory
         self._keep = keep
         self._filesystem = filesystem or Filesystem()
@@ -134,8 +139,8 @@ class CheckpointStore:
             failpoint("checkpoint.rename.after")
             self._filesystem.sync_directory(self._directory)
             failpoint("checkpoint.sync_directory.after")
-        self._prune(target)
-        return SavedCheckpoint(path=target, nbytes=nbytes, seconds=time.perf_counter() - began)
+        oldest = self._prune(target)
+        return SavedCheckpoint(path=target, nbytes=nbytes, seconds=time.perf_counter() - began, oldest=oldest)
 
     def latest(self) -> tuple[Record | None, list[Skipped]]:
         """The newest whole record of this run, and every newer one that is damaged, or another run's.
@@ -213,9 +218,9 @@ class CheckpointStore:
         found = meta.get("run_id")
         return str(found) if self._run_id and found not in (None, self._run_id) else ""
 
-    def holds(self, path: Path) -> bool:
-        """Whether a record at ``path`` is one of this store's, which ``latest`` may give (an abandoned one is not)."""
-        return path.resolve() in [known.resolve() for known in self._paths()]
+    def ends_with(self, path: Path) -> bool:
+        """Whether a record at ``path`` is the newest of this store, the first that ``latest`` looks at."""
+        return path.resolve() in [known.resolve() for known in self._paths()[-1:]]
 
     def steps(self) -> list[int]:
         """The steps that have a record, ascending, whole or not."""
@@ -279,16 +284,17 @@ class CheckpointStore:
             self._filesystem.sync(file)
         return nbytes, digest.hexdigest()
 
-    def _prune(self, saved: Path) -> None:
-        """Remove older revisions of ``saved`` and the oldest records over ``keep``; a failure costs only space. What
-        another run has written stays, and counts for nothing."""
+    def _prune(self, saved: Path) -> int:
+        """Remove older revisions of ``saved`` and the oldest records over ``keep``, and return the step of the oldest
+        that stays for ``keep``. A failure costs only space. What another run has written stays, and counts for nothing;
+        what was asked for stays too."""
         step, doomed = _order(saved)[0], []
         try:
             others = [path for path in self._listed() if path != saved and not self._other(self.meta(path))]
             kept = sorted({_order(path)[0] for path in others} - {step}, reverse=True)[: self._keep - 1]
             failpoint("checkpoint.prune.before")
             for path in others:
-                if _order(path)[0] not in kept:
+                if _order(path)[0] not in kept and path.resolve() != self._asked_for:
                     # Renamed first, durably, so that a half-removed record never looks like a damaged one.
                     doomed.append(temporary_beside(path))
                     self._filesystem.rename(path, doomed[-1])
@@ -298,8 +304,10 @@ class CheckpointStore:
             for path in doomed:
                 self._filesystem.remove(path)
             failpoint("checkpoint.prune.after")
+            return min([*kept, step])
         except OSError as error:
             logger.warning("checkpoint not pruned path=%s reason=%s", self._directory, explain(error))
+            return 0
 
     # --- reading
 

@@ -381,13 +381,21 @@ class Journal:
         self._sequence, self._durable = 0, (0, b"", 0)
         return target
 
+    def left_aside(self, term: int) -> Path | None:
+        """Where ``set_aside`` has left the journal whose newest segment is of this ``term``, if no other is there."""
+        found = sorted(self._directory.parent.glob(f"abandoned-{self._directory.name}*"))
+        whole = [path for path in found if newest_term(path, self._run_id) == term]
+        return whole[-1] if term and whole and not self._directory.exists() else None
+
     def remove(self) -> None:
         """Remove the whole journal: a checkpoint of its last step is durable. Raises StoreError."""
         self.close()
+        doomed = temporary_beside(self._directory)
         with disk_errors(self._directory, "remove the journal"):
-            for path in self._paths():
-                self._filesystem.remove(path)
-            self._filesystem.remove(self._directory)
+            # Durably, before a later term is stored: what a power cut brought back of it would lack that one's segment.
+            self._filesystem.rename(self._directory, doomed)
+            self._filesystem.sync_directory(doomed.parent)
+            self._filesystem.remove(doomed)
 
     def close(self) -> None:
         """Let go of the file. Calling it twice is fine."""

@@ -47,10 +47,11 @@ _GO_ON = (
     "--resume {checkpoints}/step-..."
 )
 # What a run leaves behind, in the order in which it is set aside: journal and checkpoints first, so that a crash
-# half-way can never leave a directory that resumes a run whose history is gone; the identity last.
+# half-way can never leave a directory that resumes a run whose history is gone, and the best model before them, which
+# another course would keep as its own; the identity last.
 _CONTENT = (
-    "journal", "checkpoints", "metrics.jsonl.kept", "metrics.jsonl", "loss.png", "model.safetensors",
-    "best.safetensors", "config.toml", _IDENTITY,
+    "journal", "best.safetensors", "checkpoints", "metrics.jsonl.kept", "metrics.jsonl", "loss.png",
+    "model.safetensors", "config.toml", _IDENTITY,
 )  # fmt: skip
 #: Where the directory is a volume of its own, or what it lies in belongs to somebody else.
 _NOT_BESIDE = (errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -345,7 +346,7 @@ def _set_aside(path: Path, filesystem: Filesystem) -> Path | None:
     real = path.resolve()  # "." and links have no name of their own to build on
     target = _first_free(real.parent / f"{real.name}.old")
     try:
-        filesystem.make_directory(target)
+        filesystem.make_directories(target)  # whose name is on the disk before anything is moved there
         filesystem.rename(content[0], target / content[0].name)
     except OSError as error:
         if error.errno not in _NOT_BESIDE:
@@ -353,13 +354,12 @@ def _set_aside(path: Path, filesystem: Filesystem) -> Path | None:
         with suppress(OSError):  # it may have been made
             target.rmdir()
         target = _first_free(real / "old")
-        filesystem.make_directory(target)
+        filesystem.make_directories(target)
         filesystem.rename(content[0], target / content[0].name)
     for entry in content[1:]:
         filesystem.rename(entry, target / entry.name)
     filesystem.sync_directory(target)
     filesystem.sync_directory(path)
-    filesystem.sync_directory(target.parent)
     return target
 
 

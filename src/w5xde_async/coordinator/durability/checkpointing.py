@@ -150,10 +150,10 @@ class Checkpointing:
     ) -> None:  # fmt: skip
         loop = asyncio.get_running_loop()
 
-        def write() -> tuple[SavedCheckpoint, int]:
+        def write() -> SavedCheckpoint:
             try:
                 self._policy.before_save()
-                return store.save(record), min(store.steps())
+                return store.save(record)
             except StoreError:
                 raise
             except Exception as error:  # no memory for it, say: a later one may fare better
@@ -179,7 +179,7 @@ class Checkpointing:
             position = await rotation
             record.meta["journal"] = None if position is None else [position.sequence, position.chain]
         try:
-            saved, oldest = await loop.run_in_executor(None, write)
+            saved = await loop.run_in_executor(None, write)
         except Superseded as error:
             self.save_error = error
             self._training.phase.lifecycle.fail(error)
@@ -190,7 +190,7 @@ class Checkpointing:
         self.save_error, self._retry_s = None, 0.0
         self._saved_step, self._saved_version = max(self._saved_step, step), version
         if self._journal is not None:
-            self._journal.saved(step, oldest)
+            self._journal.saved(step, saved.oldest)
         self._bus.publish(
             CheckpointSaved(
                 step=step, path=str(saved.path), nbytes=saved.nbytes, pause_s=pause_s, seconds=saved.seconds

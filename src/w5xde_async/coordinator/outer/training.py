@@ -587,7 +587,8 @@ class OuterTraining:
             return  # a lease that was revoked before it was begun
         duplicate = self.ledger.is_duplicate(done.lease)
         code = VerdictCode.DUPLICATE if duplicate else VerdictCode.STALE
-        self.phase.refuse(code, len(done.losses))
+        if past is not None and past.step >= 0:  # else nobody knows that anything was to be computed
+            self.phase.refuse(code, min(len(done.losses), self.scheduler.plan(past.step).num_leaves))
         reason = "its step had been computed" if duplicate else "the lease had ended"
         self.verdicts.answered(done.lease, session.worker_id, code, reason)
         if past is not None and past.step >= 0:

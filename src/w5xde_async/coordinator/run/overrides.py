@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +30,63 @@ def override(changes: str, optimizer: torch.optim.Optimizer, scheduler: Any) -> 
         if before != [value]:
             told.append(f"{name} is {value:g}, was {' and '.join(f'{one:g}' for one in before)}")
     return told
+
+
+#: Of a scheduler: what the optimizer's groups say too, and what another setting says.
+_SAID_ELSEWHERE = ("base_lrs", "_last_lr", "T_i")
+_MOST_SHOWN = 200
+
+
+def settings_of(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
+    """The settings of every group, of an optimizer that it holds too, and those of the scheduler and of the ones that
+    it is made of, as far as they are numbers, texts and collections of those; as text by name."""
+    parts = [] if scheduler is None else parts_of(scheduler)
+    return {
+        f"scheduler setting {f'part {number}: ' if number else ''}{name.lstrip('_')}": _as_text(value)
+        for number, part in enumerate(parts)
+        for name, value in vars(part).items()
+        if _is_plain(value) and name not in _SAID_ELSEWHERE
+    } | {
+        f"optimizer setting group {number}: {name}": _as_text(value)
+        for number, group in enumerate(groups_in(optimizer))
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def changed_in_vain(
+    optimizer: torch.optim.Optimizer, scheduler: Any, *, now: Mapping[str, str], began: Mapping[str, str], told: str
+) -> list[str]:
+    """What to say of settings that the job has ``now`` and had not when its run ``began``, where those of the optimizer
+    and the scheduler, which are the checkpoint's, count; ``told``: --override's, which count instead."""
+    counts, said = settings_of(optimizer, scheduler), []
+    names = {change.partition("=")[0].strip() for change in told.split(",")}
+    for name, value in now.items():
+        owner, *_, key = name.split(" ")
+        if owner == "optimizer" and key in ("initial_lr", "max_lr", "min_lr"):
+            key = "lr"
+        if began.get(name, value) == value or counts.get(name, value) == value or f"{owner}.{key}" in names:
+            continue
+        if name.endswith(" lr") and name.removesuffix("lr") + "initial_lr" in now:
+            continue  # which it follows from
+        advice = "; give --override optimizer.lr=X to change it" if (owner, key) == ("optimizer", "lr") else ""
+        said.append(f"the checkpoint's {name}={counts[name]} counts, not the job's {value}{advice}")
+    return said
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _as_text(value: object) -> str:
+    text = str(sorted(value.elements()) if isinstance(value, Counter) else value)
+    if len(text) <= _MOST_SHOWN:
+        return text
+    return f"{text[:_MOST_SHOWN]}... ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"
 
 
 def _set_group(optimizer: torch.optim.Optimizer, scheduler: Any, key: str, value: float) -> list[float]:

@@ -132,7 +132,8 @@ def predict(job: Job, config: CoordinatorConfig | None = None, *, workers: int =
         samples = min(job.microbatch_samples, first.num_samples)
         batch = made_by("dataset", lambda: probe_batches(job, [samples])[0])
         activation_bytes, microbatch_s = made_by("step", lambda: _measured(job, model, batch, where))
-        model = model.to(update_device(config) or "cpu")
+        # Under rules of local steps each worker steps where it computes.
+        model = model if config.update.local else model.to(update_device(config) or "cpu")
         optimizer_bytes, update_s = made_by("optimizer", lambda: _updated(job, model))
         buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     sample_bytes = sum(tensor.numel() * tensor.element_size() for tensor in flatten(batch)[1]) / samples

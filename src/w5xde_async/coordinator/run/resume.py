@@ -24,14 +24,14 @@ from w5xde_async.compute.inner import has_memory
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.best import take_up_best
 from w5xde_async.coordinator.durability.journal_writer import apply_entry
-from w5xde_async.coordinator.run.overrides import override
+from w5xde_async.coordinator.run.overrides import changed_in_vain, override
 from w5xde_async.coordinator.run.spec import Prepared, ResumePoint, RunFiles, RunSpec, Strategy
 from w5xde_async.coordinator.run.strategy import change_strategy
 from w5xde_async.coordinator.run.warm_start import would_begin_with
 from w5xde_async.coordinator.training import ParametersNotFinite
 from w5xde_async.data.stream import Mark, StreamReader
 from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, MalformedFrame
-from w5xde_async.job import groups_in, parts_of
+from w5xde_async.job import parts_of
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.numerics import EXACT
@@ -54,6 +54,7 @@ _SET_ASIDE = (
 _FROM_0 = (
     "put that back from a copy, or start with --durability checkpoint to set the journal aside and begin at step 0"
 )
+_HALF_LEFT = "a start that was stopped half-way has left it as {aside}: move that back, and nothing is lost"
 
 
 def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Prepared:
@@ -64,7 +65,7 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
         notes.append(f"the run that was here lies in {directory.set_aside} now")
     store = CheckpointStore(
         directory.checkpoints_path, keep=config.keep_checkpoints, filesystem=directory.filesystem,
-        run_id=directory.run_id,
+        run_id=directory.run_id, asked_for=None if config.resume in ("auto", "never") else Path(config.resume),
     )  # fmt: skip
     record, num_skipped = _find(store, directory, config, notes)
     if record is not None and record.meta.get("run_id") == directory.run_id:
@@ -81,10 +82,21 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
         if config.auto and known is not None and known["rule"] != strategy.update.rule:
             strategy = change_strategy(spec, config, strategy, UpdateConfig(**known), 0, 0)
         point = _restore(spec, strategy, record, directory, notes, again=journal.exists, override=config.override)
-    point, replay = _replay(spec, strategy, point, record, journal, directory, config, notes)
+    point, replay, unused = _replay(spec, strategy, point, record, journal, directory, config, notes)
     past: Any = [] if record is None else record.meta.get("overrides", [])
     spec = replace(spec, overrides=tuple([(int(step), str(told)) for step, told in past]))
+    if record is not None:
+        spec = replace(spec, settings=_began_with(record, spec))
     (spec, _, _), changed = overridden(Prepared(spec, strategy, point), config, notes)
+    # Only now is the disk changed, as nothing is refused any more; and in this order, as the next start takes up what a
+    # kill leaves of it: without its journal it does not go on, and no course has the best of another.
+    if unused:
+        what = "the journal is damaged and" if record is not None and config.resume == "auto" else "the journal"
+        notes.append(f"{what} was set aside in {journal.set_aside()}: {unused}")
+    first = point.step
+    if spec.job.keep_best is not None:
+        chosen = None if config.resume == "auto" else first
+        point = replace(point, best=take_up_best(spec.job.keep_best, directory, chosen, notes))
     if record is not None:
         if config.resume != "auto":
             notes.append(
@@ -100,7 +112,6 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
             notes.extend(_forgotten(strategy, [] if record is None else record.beside))
     journalled = config.durability == "journal"
     total_steps = spec.total_steps if spec.growing is None else spec.growing.total_steps
-    first = point.step
     told, finished, loss = recorded(directory.metrics_path, first)
     point = replace(point, finished=finished, loss=loss if point.loss is None else point.loss)
     if told > first and journalled and replay is not None:
@@ -111,12 +122,14 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
         )
         notes.append(f"steps {first + 1} to {told}, at least, were done before; {again}")
     state = KeptState(spec, strategy)
-    # A checkpoint that names a place in a journal is refused where that journal is missing, so none may outlive it.
+    # A checkpoint that names a place in a journal is refused where that journal is missing: the next start must find
+    # another first.
     named = record is not None and _position(record) is not None and (replay is None or not journalled)
-    # One that lies elsewhere, or is another run's, is not taken by the next start: it would go another course, or none.
+    # One that lies elsewhere, is another run's, or has been saved anew by an earlier start that went on from it, is not
+    # taken by the next start: it would go another course, or none.
     elsewhere = (
         record is not None and config.resume != "auto"
-        and (not store.holds(Path(config.resume)) or record.meta.get("run_id") not in (None, directory.run_id))
+        and (not store.ends_with(Path(config.resume)) or record.meta.get("run_id") not in (None, directory.run_id))
     )  # fmt: skip
     # What this start alone was told, the next one would not know after a kill before the next checkpoint: it would go
     # on, or replay, without what --override changed, or begin with other weights.
@@ -132,9 +145,6 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
         journal.remove()
     files = RunFiles(directory=directory, checkpoints=store, journal=journal if journalled else None)
     try:
-        if spec.job.keep_best is not None:
-            chosen = None if config.resume == "auto" else first
-            point = replace(point, best=take_up_best(spec.job.keep_best, directory, chosen, notes))
         # The term last: a term that is stored has its segment of the journal.
         spec = replace(spec, files=files, total_steps=total_steps, term=directory.next_term())
     except BaseException:
@@ -190,13 +200,12 @@ def _find(
 def _replay(
     spec: RunSpec, strategy: Strategy, point: ResumePoint, record: Record | None, journal: Journal, directory: RunDir,
     config: CoordinatorConfig, notes: list[str],
-) -> tuple[ResumePoint, Replay | None]:  # fmt: skip
-    """Apply what the journal has beyond ``record``, the checkpoint that is resumed. Raises CheckpointCorrupt."""
+) -> tuple[ResumePoint, Replay | None, str]:  # fmt: skip
+    """Apply what the journal has beyond ``record``, the checkpoint that is resumed, and why a journal that is there is
+    not gone on with. Changes nothing on the disk. Raises CheckpointCorrupt."""
     position = None if record is None else _position(record)
     if config.resume != "auto" or not (journal.exists or (position and config.durability == "journal")):
-        if journal.exists:
-            notes.append(f"the journal lies in {journal.set_aside()}: it leads on to another course of the run")
-        return point, None
+        return point, None, "it leads on to another course of the run" if journal.exists else ""
     replay = Replay(point.step)
     try:
         if record is None:
@@ -216,15 +225,14 @@ def _replay(
                 advice = _SET_ASIDE.format(step=record.step)
                 if replay.step > record.step:
                     advice = f"before that, the steps up to {replay.step} are whole; {advice}"
+            if (aside := journal.left_aside(directory.term)) is not None:
+                advice = f"{_HALF_LEFT.format(aside=aside)}; or {advice}"
             raise CheckpointCorrupt(error.path, f"{error.reason}; {advice}") from error
-        what = "the journal" if record is None else "the journal is damaged and"
-        notes.append(f"{what} was set aside in {journal.set_aside()}: {error}")
-        notes.append(f"the steps after {0 if record is None else record.step} are computed again")
         if record is not None:
-            point = _restore(spec, strategy, record, directory, notes)
-        return point, None
+            point = _restore(spec, strategy, record, directory, [])  # what they say has been said
+        return point, None, f"{error}; the steps after {point.step} are computed again"
     failpoint("replay.after")
-    return point, replay
+    return point, replay, ""
 
 
 def _apply_all(
@@ -312,7 +320,7 @@ def _restore(
     """Give parameters, optimizer and growing batch the state of ``record``. Raises CheckpointMismatch.
 
     ``again``: it may have to be restored once more. Otherwise its tensors become the optimizer's, which writes them.
-    ``override``: what --override says of settings; whether those differ from the job's is no news.
+    ``override``: what --override says of settings; whether the job has others now is no news.
     """
     where, rule = str(directory.path), strategy.rule
     fresh = "--resume never starts afresh and sets the old run aside"
@@ -368,7 +376,6 @@ def _restore(
     tensors = record.groups["model"]
     for entry, view in zip(spec.layout.entries, spec.state.views, strict=True):
         view.copy_(tensors[entry.name])
-    ours = _hyperparameters(rule.optimizer, rule.scheduler)
     classes = _classes(rule.scheduler), record.meta.get("scheduler", _classes(rule.scheduler))  # older ones lack it
     if classes[0] != classes[1]:
         notes.append(
@@ -381,15 +388,11 @@ def _restore(
         rule.load_state_dict(unpack_state(record.meta["rule"], own))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointMismatch(where, f"the state of its update rule does not fit ({error}); {fresh}") from error
-    told = {change.partition("=")[0].strip() for change in (override or "").split(",")}
-    for name, value in _hyperparameters(rule.optimizer, rule.scheduler).items():
-        if _overridden_as(name) in told:
-            continue
-        # What a scheduler moves differs after some steps; what else differs was changed in the job, to no effect.
-        moved = rule.scheduler is not None and name.rpartition(" ")[2] in ("lr", "momentum", "betas")
-        if ours.get(name, value) != value and not moved:  # one of the checkpoint's alone is of another scheduler's
-            lr = "; give --override optimizer.lr=X to change it" if name.endswith(("lr", " initial_lr")) else ""
-            notes.append(f"the checkpoint's {name}={value} counts, not the job's {ours.get(name)}{lr}")
+    notes.extend(
+        changed_in_vain(
+            rule.optimizer, rule.scheduler, now=spec.settings, began=_began_with(record, spec), told=override or ""
+        )
+    )
     grown: Any = record.meta.get("batch")
     if grown is not None:
         _restore_batch(spec, grown, where)
@@ -448,27 +451,10 @@ def _restore_batch(spec: RunSpec, grown: Any, where: str) -> None:
         )
 
 
-def _hyperparameters(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
-    """The settings of every group, of an optimizer that it holds too, and those numbers of the scheduler that do not
-    move, as text by name."""
-    fixed = [] if scheduler is None else parts_of(scheduler)
-    return {
-        f"scheduler setting {name}": str(value)
-        for part in fixed
-        for name, value in vars(part).items()
-        if type(value) in (int, float) and name[0] != "_" and name not in ("last_epoch", "T_cur", "T_i")
-    } | {
-        f"optimizer setting group {number}: {name}": str(value)
-        for number, group in enumerate(groups_in(optimizer))
-        for name, value in group.items()
-        if name != "params"
-    }
-
-
-def _overridden_as(name: str) -> str:
-    """What --override calls one of those."""
-    owner, *_, key = name.split(" ")
-    return f"{owner}.{'lr' if owner == 'optimizer' and key in ('initial_lr', 'max_lr', 'min_lr') else key}"
+def _began_with(record: Record, spec: RunSpec) -> Mapping[str, str]:
+    """The job's settings when the run began; older checkpoints lack them."""
+    began: Any = record.meta.get("settings", spec.settings)
+    return {str(name): str(value) for name, value in began.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,6 +495,7 @@ class KeptState:
                 "step_flops": spec.step_flops,
                 "stepped": [*_stepped(spec, self.strategy)],
                 "scheduler": _classes(self.strategy.rule.scheduler),
+                "settings": dict(spec.settings),
                 "update": asdict(self.strategy.update),
                 "layout": json.loads(spec.layout.describe()),
                 "rule": skeleton,

@@ -77,6 +77,7 @@ class RunSpec:
     run_id: str = ""
     term: int = 1
     files: RunFiles | None = None  # None: nothing is kept
+    settings: Mapping[str, str] = field(default_factory=dict)  # of optimizer and scheduler, as the job began with them
     overrides: tuple[tuple[int, str], ...] = ()  # what was changed of optimizer and scheduler, after which step
     numerics: RunNumerics = field(default_factory=RunNumerics)  # also of what came before a resume
     counted: Counted = field(default_factory=Counted)  # the same

@@ -6,7 +6,7 @@ Everything here blocks (it imports kernels, reads disks) and runs in an executor
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from w5xde_async.compute.program.form import Document
 from w5xde_async.compute.program.tracing import trace_job
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.evaluation import Evaluator
+from w5xde_async.coordinator.run.overrides import settings_of
 from w5xde_async.coordinator.run.resume import overridden, take_up
 from w5xde_async.coordinator.run.spec import Prepared, ResumePoint, RunSpec
 from w5xde_async.coordinator.run.strategy import make_strategy, possible_choices, update_device
@@ -149,6 +150,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step
     strategy = make_strategy(spec, config, config.update)
     optimizer = strategy.rule.optimizer
     _check_kept(strategy.rule)
+    spec = replace(spec, settings=settings_of(optimizer, strategy.rule.scheduler))
     if config.auto:
         spec = replace(spec, possible=possible_choices(spec, config.update))
     if config.target_batch is not None:
@@ -159,6 +161,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step
         spec = replace(spec, growing=growing)
     warnings = [
         begun,
+        *_without_effect(job, epochs, max_steps),
         _hooked(job, model),
         what_is_no_mean(job, model, counted) if anew else None,
         delay_warning(optimizer.param_groups) if config.update.rule == "async" and _has_delay(config) else None,
@@ -176,6 +179,17 @@ def _check_kept(rule: SyncRule | OuterRule) -> None:
         what = str(error) if isinstance(error, StoreError) else in_one_line(error)
         hint = "have state_dict() give numbers, strings, tensors, and lists and dicts of those"
         raise JobError("optimizer", f"its state, or its scheduler's, cannot be kept: {what}", hint) from error
+
+
+def _without_effect(job: Job, epochs: int | None, max_steps: int | None) -> Iterator[str]:
+    """What is said of the job to no effect."""
+    if job.evaluate_every is not None and job.evaluate is None:
+        yield f"evaluate_every={job.evaluate_every} of the job does nothing: it has no evaluate"
+    if job.shuffle_buffer != Job.shuffle_buffer and not (job.streamed and job.shuffle):
+        why = "shuffle is off" if job.streamed else "a dataset with a length and dataset[i] is shuffled as a whole"
+        yield f"shuffle_buffer={job.shuffle_buffer} of the job does nothing: {why}"
+    if epochs is not None and job.num_samples is None:
+        yield f"epochs={epochs} ends nothing: the dataset is a stream without len(). Step {max_steps} ends the run"
 
 
 def _has_delay(config: CoordinatorConfig) -> bool:
