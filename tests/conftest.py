@@ -234,6 +234,7 @@ def blocking_calls_fail() -> Iterator[None]:
         ("threading.Lock.acquire", "w5xde_async/telemetry/writer.py", "write"),  # a moment, and no second one in vain
         ("os.getcwd", "w5xde_async/telemetry/wording.py", "started_in"),  # it asks no disk
         ("os.getcwd", "w5xde_async/coordinator/service.py", "__init__"),
+        ("os.getcwd", "w5xde_async/runtime.py", "start_process"),
     ):
         guard.functions[name].can_block_in(file, function)
     for blocks in guard.functions.values():

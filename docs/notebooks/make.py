@@ -27,7 +27,8 @@ CELLS = [
 
 `LocalCluster` is a coordinator and its workers inside the notebook's own event loop: no thread, no signal handler, and
 `await` works at the top level of a cell. Workers of a `Job` object are tasks of this loop and take turns; they are for
-trying things out. Workers of other machines can join the same run while it goes on."""),
+trying things out. Others may join the run while it goes on: processes of this machine with the code of the job, those
+without it, and other machines, where the cluster's `config` is made for them."""),
     (CODE, """\
 import torch
 from torch import nn

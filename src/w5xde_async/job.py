@@ -167,7 +167,12 @@ class Job:
         seeds = type(self.seed) is int and 0 <= self.seed < 1 << 63
         need(seeds, f"seed is {self.seed!r}", "give a whole number from 0 to 2^63 - 1")
         clip = self.gradient_clip_val
-        need(clip is None or clip > 0, f"gradient_clip_val is {clip!r}", "give a number > 0, or None for no clipping")
+        clips = clip is None or (isinstance(clip, int | float | np.number) and clip is not True and clip > 0)
+        need(clips, f"gradient_clip_val is {clip!r}", "give a number > 0, or None for no clipping")
+        for name in ("shuffle", "drop_last"):  # any text counts as true
+            given = getattr(self, name)
+            one = isinstance(given, bool | np.bool_ | int) and given in (0, 1)
+            need(one, f"{name} is {given!r}", "give True or False")
         if isinstance(self.dataset, DataLoader):
             hint = "give its dataset=loader.dataset, and collate=loader.collate_fn and batch_size=... where they matter"
             if sampler := _own_sampler(self.dataset):

@@ -245,6 +245,15 @@ def _allow_descriptors() -> None:
         raise LocalError(_FEW_FILES.format(number=soft, least=_LEAST_DESCRIPTORS))
 
 
+def _need_directory() -> None:
+    """Raises UsageError where the directory that this process began in is there no more: torch would end the process,
+    or every relative path would be somebody's fault."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the working directory has been removed: start this in one that is there (cd)") from None
+
+
 def _need_threads() -> None:
     """Raises LocalError where this process can start next to no threads: libraries would abort it without a word
     (libuv), or send it SIGINT (OpenBLAS)."""
@@ -309,6 +318,7 @@ def launch(
     for number in _known(*heeds):
         signal.signal(number, _Early())
     try:
+        _need_directory()
         _allow_descriptors()
         _need_threads()
         from w5xde_async.net.join import Invitation
@@ -401,6 +411,7 @@ def with_own_loop(prog: str, program: Callable[[], int], *, ends: Sequence[str],
     _hold_standard_descriptors()
     stops = _take_signals(ends)
     try:
+        _need_directory()
         _allow_descriptors()
         _need_threads()
         return program()

@@ -95,7 +95,12 @@ class Runtime:
 
 async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process:
     """As ``asyncio.create_subprocess_exec``, also where a loop of another thread is just starting one: uvloop refuses
-    that then. Raises as it does, and LocalError where that does not end."""
+    that then; and where the directory of this process has been removed, in which no process could load torch. Raises as
+    it does, and LocalError where that does not end."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        options.setdefault("cwd", os.sep)
     for _ in range(_MOST_RACES):
         try:
             return await asyncio.create_subprocess_exec(*command, **options)

@@ -46,6 +46,14 @@ def take_stdin() -> int:
     return line
 
 
+def take_stdout() -> int:
+    """Standard output under another descriptor, for a process whose parent reads words of ours there. What code of the
+    user's prints goes where standard error goes."""
+    words = os.dup(1)
+    os.dup2(2, 1)
+    return words
+
+
 class users_code:
     """Calls of the user's code: whatever they raise arrives as an Exception, and ends no thread, task or process.
 

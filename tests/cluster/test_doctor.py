@@ -138,7 +138,7 @@ async def test_addresses_that_hang_are_tried_side_by_side(monkeypatch: pytest.Mo
     """One after the other, eight of them took longer than the doctor may."""
     trying = asyncio.Barrier(8)
 
-    async def hangs(*_: Any, timeout_s: float, ssl: Any) -> Any:
+    async def hangs(*_: Any, **__: Any) -> Any:
         async with asyncio.timeout(5):
             await trying.wait()
         raise LinkLost("", "no answer")
@@ -201,7 +201,7 @@ async def test_a_wrong_clock_is_found() -> None:
     runtime = Runtime(wall=lambda: time.time() + 3600.0)
     async with Coordinator(jobs.mlp_sgd(), config=settings(), runtime=runtime) as coordinator:
         code, found = await examined(coordinator.address)
-    assert code is ExitCode.ERROR
+    assert code is ExitCode.OK  # a worker does with it
     assert list(found) == _ALL
     assert [name for name, finding in found.items() if not finding.ok] == ["clock"]
     assert "3600.0 s ahead" in found["clock"].said

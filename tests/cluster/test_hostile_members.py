@@ -370,6 +370,8 @@ def test_why_a_handshake_takes_too_long_is_said(said: int, why: str) -> None:
 
     async def greets() -> None:
         near, far = memory_pair(limit_bytes=64)
+        near.greeted_s = 4.0  # for TLS
+        began = asyncio.get_running_loop().time()
         welcome = Welcome("r", "run", 1, 0, "fp32", 1, 1, 1 << 16, bytes(32), 1.0, 12.0)
         members: Any = Members(admit=lambda session: None, welcome=lambda session: (welcome, []))
         session = Session(near, members, members, token="", handshake_s=10.0, incarnation=1)
@@ -381,6 +383,7 @@ def test_why_a_handshake_takes_too_long_is_said(said: int, why: str) -> None:
         if said == 3:
             await far.send(encode(Introduction("key", "slow", "1")))
         await running
+        assert asyncio.get_running_loop().time() - began == pytest.approx(6.0, abs=0.1)
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(greets())

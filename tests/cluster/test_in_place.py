@@ -876,27 +876,27 @@ async def test_what_a_worker_beside_it_hangs_with_is_computed_here(monkeypatch: 
 @pytest.mark.usefixtures("steps_are_shared_out")
 async def test_a_backup_that_comes_too_late_here_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker beside it was slow, and is done before the coordinator begins."""
-    compute, has_lease, blocks, kept = InPlaceExecutor.compute, SyncTraining._has_lease_here, 0, 0
+    compute, has_lease, blocks, kept = InPlaceExecutor.compute, SyncTraining._has_lease_here, 0, threading.Event()
 
     def slow(self: InPlaceExecutor, held: HeldLease, send: Send) -> Computed:
         nonlocal blocks
         blocks += 1
-        if 120 < blocks < 124:
-            threading.Event().wait(0.4)
+        if blocks > 120:
+            kept.wait(20)  # until the coordinator has its backup
         return compute(self, held, send)
 
     def hold_backups(self: SyncTraining) -> bool:
-        nonlocal kept
         grants = [grant for grant in map(self.ledger.get, self._for_us) if grant is not None]
         backups = [grant for grant in grants if self.ledger._slot(grant).backup == grant.lease]
-        kept += bool(backups)
+        if backups:
+            kept.set()
         return has_lease(self) and not backups
 
     monkeypatch.setattr(InPlaceExecutor, "compute", slow)
     monkeypatch.setattr(SyncTraining, "_has_lease_here", hold_backups)
     made = short(jobs.mlp_sgd, batch_size=32, microbatch_size=4)
     result = await trained(made, workers=2)
-    assert kept
+    assert kept.is_set()
     assert own_share(result) is not None
     assert result.digest == named_digest(reference.train(made, STEPS)[0])
 

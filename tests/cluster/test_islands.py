@@ -320,6 +320,7 @@ async def test_an_island_that_takes_the_program_alone_is_told_so_where_there_is_
     async with Coordinator(jobs.mlp_sgd(), config=settings()) as coordinator:
         rank = replace(Circle(2, Share.ALL).rank(0), traced=True, shape="pp=2")
         with pytest.raises(
-            Refused, match="makes none; --island pp=2 computes the program alone; dp, fsdp and tp compute"
+            Refused,
+            match="code_free=False; --island pp=2 computes the program alone; dp, fsdp and tp compute",
         ):
             await Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER, rank=rank).run()

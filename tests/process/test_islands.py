@@ -351,9 +351,21 @@ def test_tensor_parallel_islands_repeat_and_lie_near_one_process(start: Any, tmp
     assert float((alone - first).norm() / alone.norm()) < 1e-5
 
 
+QUIET = """
+import os
+from tests.support import jobs
+
+def job():
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    return jobs.mlp_adamw()
+"""
+
+
 @pytest.mark.parametrize("island", ["", "dp=2"])
-async def test_a_local_worker_says_by_what_id_it_is_known(island: str) -> None:
-    """Also where its head is a process that it has started."""
+async def test_a_local_worker_says_by_what_id_it_is_known(island: str, tmp_path: Path) -> None:
+    """Also where its head is a process that it has started, and where its job puts what is printed elsewhere."""
+    job = tmp_path / "quiet.py"
+    job.write_text(QUIET)
     bus, joined, told = Bus(), list[str](), list[list[str]]()
 
     def see(event: Event) -> None:
@@ -364,9 +376,7 @@ async def test_a_local_worker_says_by_what_id_it_is_known(island: str) -> None:
 
     bus.subscribe(see)
     async with Coordinator(jobs.mlp_adamw(), config=settings(), bus=bus) as coordinator:
-        workers = LocalWorkers(
-            1, address=coordinator.address, reference=f"{ROOT}/tests/support/jobs.py:mlp_adamw", island=island
-        )
+        workers = LocalWorkers(1, address=coordinator.address, reference=f"{job}:job", island=island)
         async with workers:
             await coordinator.wait()
     assert len(joined) == 1

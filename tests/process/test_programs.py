@@ -65,6 +65,14 @@ def scored():
 def wider():
     return _job(lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)))
 
+def quiet():
+    if "--exit-with-stdin" not in sys.argv:
+        return job()
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    return wider()
+
 class Slow(nn.Linear):
     def forward(self, x):
         time.sleep(200)
@@ -370,6 +378,16 @@ def test_a_killed_worker_is_started_again_and_sigusr1_writes_a_checkpoint(
     assert "was ended by SIGKILL and is started again" in log["message"]
     assert program.finish() == ExitCode.OK
     assert program.last("run_finished")["metrics"]["accuracy"] >= 0.95
+
+
+def test_one_that_could_never_work_is_not_started_again_though_its_job_puts_what_is_printed_elsewhere(
+    start: Callable[..., Program], jobs: str, tmp_path: Path
+) -> None:
+    program = start(*coordinate(f"{jobs}:quiet", tmp_path / "run", "--workers", "1", "--short-steps", "workers"))
+    assert program.finish() == ExitCode.ERROR
+    text = "".join(program.text)
+    assert f"worker local-0 ended with exit code {int(ExitCode.MISMATCH)}" in text
+    assert "started again" not in text
 
 
 def test_user_code_that_fails_stops_the_run_and_names_the_samples(

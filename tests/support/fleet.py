@@ -72,6 +72,9 @@ class _Link:
 
     def abort(self) -> None: ...
 
+    def heard(self, beat_s: float, silence_s: float) -> bool:
+        return False
+
     def send_now(self, chunks: list[Any]) -> None: ...
 
 

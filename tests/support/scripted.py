@@ -244,6 +244,8 @@ class Scripted:
         self.says: dict[str, Any] = {}  # and what else it says of itself
         self.shared: list[ResultVector] = []  # where its results lie
         self.sends_bytes = False  # from now on, whatever memory it shares
+        # What it makes of a sample, and what it says of a block that is done.
+        self.value, self.loss, self.splits, self.untouched = 1.0, 1.0, 0, tuple[int, ...]()
         self._segment: Segment | None = None
         self._lent: dict[int, int] = {}  # lease -> which of them the coordinator may be reading
 
@@ -325,13 +327,14 @@ class Scripted:
         await settle()
 
     async def done(self, lease: Lease, absent: tuple[int, ...] = (), *, compute_s: float = 0.01) -> None:
-        losses = tuple(1.0 for _ in lease.samples)
-        await self.link.send(encode(Done(lease.lease, losses, (), (), (), absent, 0, compute_s, 0.0)))
+        losses = tuple(self.loss for _ in lease.samples)
+        said = Done(lease.lease, losses, (), (), self.untouched, absent, self.splits, compute_s, 0.0)
+        await self.link.send(encode(said))
         await settle()
 
     async def compute(self, lease: Lease, *, compute_s: float = 0.01) -> None:
         """The whole of a lease."""
-        await self.send(lease, *range(len(self.run.prepared.spec.layout.result_buckets)))
+        await self.send(lease, *range(len(self.run.prepared.spec.layout.result_buckets)), value=self.value)
         await self.done(lease, compute_s=compute_s)
 
     async def beat(self) -> None:

@@ -15,8 +15,11 @@ from torch.utils.data import TensorDataset
 from w5xde_async import Coordinator, CoordinatorConfig, Job, LocalCluster, RunResult, W5xdeError, Worker
 from w5xde_async.cluster.task_workers import TaskWorkers
 from w5xde_async.compute.engine import Engine
-from w5xde_async.errors import JobError, LocalError, StoreError, UsageError
-from w5xde_async.telemetry.events import Bus
+from w5xde_async.errors import JobError, StoreError, UsageError
+from w5xde_async.net.endpoint import connect, listen
+from w5xde_async.net.join import new_secret
+from w5xde_async.runtime import Runtime
+from w5xde_async.telemetry.events import Bus, Event, RunStarted
 from w5xde_async.updates.config import UpdateConfig
 
 
@@ -43,6 +46,30 @@ async def test_a_job_object_is_trained_by_tasks_of_this_loop() -> None:
     result = await run(linear_job(), 2)
     assert (result.outcome, result.step) == ("finished", 20)
     assert (await run(linear_job(), 1)).digest == result.digest
+
+
+async def test_workers_of_an_insecure_coordinator_off_loopback_are_told_and_so_is_who_starts_others() -> None:
+    """They took an address that is none of loopback for one that speaks TLS."""
+
+    async def listens(host: str, *given: Any, **more: Any) -> Any:
+        listener = await listen("127.0.0.1", *given, **more)
+        listener.host = host
+        return listener
+
+    async def connects(host: str, port: int, **more: Any) -> Any:
+        assert host == "192.0.2.7"
+        return await connect("127.0.0.1", port, **more)
+
+    events = list[Event]()
+    bus = Bus()
+    bus.subscribe(events.append)
+    config = CoordinatorConfig(host="192.0.2.7", port=0, insecure=True, token=new_secret())
+    async with LocalCluster(
+        linear_job(), 1, config=config, bus=bus, runtime=Runtime(listen=listens, connect=connects)
+    ) as cluster:
+        assert (await cluster.wait()).outcome == "finished"
+        (command,) = [event.worker_command for event in events if isinstance(event, RunStarted)]
+        assert command == f"python -m w5xde_async.worker --server {cluster.address} --insecure --job train.py:job"
 
 
 async def test_a_ready_made_model_is_trained_in_place_and_every_worker_has_a_replica() -> None:
@@ -178,7 +205,7 @@ async def test_waiting_for_workers_that_do_not_come() -> None:
     async with LocalCluster(linear_job(max_steps=ENDLESS), 0) as cluster:
         with pytest.raises(TimeoutError):
             await cluster.wait_for_workers(1, 0.05)
-    with pytest.raises(LocalError, match="0 of 9 workers"):
+    with pytest.raises(UsageError, match="0 of 9 workers"):
         await cluster.wait_for_workers(9)
 
 

@@ -84,7 +84,7 @@ def test_any_leases_and_parameters_are_held_or_refused(deltas: str, frames: list
         for message, raws in frames:
             specs = parsed(message, raws)
             if type(message) is Lease:
-                views = inbox.place_lease(message, specs) if specs else []
+                views = inbox.place_lease(specs) if specs else []
                 inbox.lease(message)
             else:
                 views = receiver.place(message, specs) if specs else []

@@ -24,15 +24,16 @@ from tests.support import forking, jobs
 from tests.support.circle import Circle
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 
-from w5xde_async.cluster import island_processes
+from w5xde_async.cluster import island_processes, words
 from w5xde_async.cluster.island_processes import IslandProcesses, Place
 from w5xde_async.cluster.ties import Ties
+from w5xde_async.cluster.words import MOST_BY_OTHERS, WORD_FD
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import ExitCode, LocalError, UsageError
 from w5xde_async.hub.members import roster
 from w5xde_async.parallel import group
 from w5xde_async.parallel.group import join_store, open_store
-from w5xde_async.parallel.shape import ENDS, WORD_FD, IslandShape
+from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.plan.shares import Share
 from w5xde_async.runtime import Runtime, loop_factory, start_process
 from w5xde_async.wire.messages import Rendezvous, Volunteer
@@ -396,7 +397,7 @@ async def test_a_rank_whose_process_the_job_ends_is_lost_whatever_its_exit_code(
         if starts == 2:
             process._end.set_result(code)
         elif starts > 2:
-            await asyncio.to_thread(os.write, word, f"it is over{ENDS}".encode())
+            await asyncio.to_thread(os.write, word, b"why it is over\nends\n")
             process._end.set_result(0)
         return process
 
@@ -408,6 +409,51 @@ async def test_a_rank_whose_process_the_job_ends_is_lost_whatever_its_exit_code(
         f"island lost, all of it is started again in 0.0 s reason=rank 1 ended with exit code {code} (by" in caplog.text
     )
     assert "the island has left reason=rank 0 ended with exit code 0: it is over; rank 1" in caplog.text
+
+
+@pytest.mark.parametrize("code", [0, 5])
+async def test_an_island_whose_processes_the_job_ends_each_time_ends_with_an_error(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be started again for ever: its ranks cannot say that they end. With 0 nobody would miss it."""
+    monkeypatch.setattr(island_processes, "_FIRST_PAUSE_S", 0.0)
+    starts = 0
+
+    async def start(*_: str, **__: Any) -> Any:
+        nonlocal starts
+        starts += 1
+        process = Told()
+        process._end.set_result(code)
+        return process
+
+    monkeypatch.setattr(island_processes, "start_process", start)
+    assert await IslandProcesses(SHAPE, (), threads=1).run() == (code or ExitCode.USAGE)
+    assert starts == 2 * (1 + MOST_BY_OTHERS)
+
+
+async def test_what_ranks_tell_is_read_while_they_run() -> None:
+    """By what id the coordinator knows the island, at each start; and that one has closed what it would tell it by."""
+    told, ends = asyncio.Queue[str](), list[Told]()
+
+    class Here(IslandProcesses):
+        async def _start(self, rank: int, place: Place, listening: socket.socket) -> Any:
+            await super()._start(rank, place, listening)
+            ends.append(Told())
+            return ends[-1]
+
+    async def start(*_: str, env: dict[str, str], **__: Any) -> None:
+        await asyncio.to_thread(os.write, int(env[WORD_FD]), f"id of rank {env['RANK']}\n".encode())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(island_processes, "start_process", start)
+        patch.setattr(words, "_MUTE_S", -1.0)
+        running = asyncio.create_task(Here(SHAPE, (), threads=1, on_id=told.put_nowait).run())
+        async with asyncio.timeout(20):
+            assert {await told.get(), await told.get()} == {"of rank 0", "of rank 1"}
+            for process in ends:
+                process._end.set_result(0)
+            assert await running == 0
+    assert len(ends) == 2
 
 
 async def test_why_an_island_ends_for_good_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -487,6 +533,16 @@ async def test_a_rank_that_cannot_be_started_is_told_of_in_one_line_and_ends_the
     assert started[0].returncode == -signal.SIGKILL
 
 
+class Unwritten(VirtualLoop):
+    """Its pipes are watched, and nobody writes to them."""
+
+    def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:
+        pass
+
+    def remove_reader(self, fd: Any) -> bool:
+        return True
+
+
 def test_an_island_has_one_lifetime_however_often_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
@@ -511,7 +567,7 @@ def test_an_island_has_one_lifetime_however_often_it_is_started(monkeypatch: pyt
         code = await island.run()
         return code, island.was_in_vain
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=Unwritten) as runner:
         assert runner.run(live(25.0, 3.0)) == (0, False)
         assert given == pytest.approx([22.0] * 2 + [11.0] * 2, abs=0.1)
         assert runner.run(live(13.5, 3.0)) == (0, False)  # it is over in the pause
@@ -575,6 +631,22 @@ def test_a_rank_that_stands_for_moments_is_left_alone() -> None:
     looks = [(True, True), (True, False), (True, True), (False, True), (True, True), (True, True), (True, True)]
     found = [island_processes._stopped_for_long(since, states, float(now)) for now, states in enumerate(looks)]
     assert [sorted(one) for one in found] == [[], [], [0], [], [1], [1], [0, 1]]
+
+
+async def test_processes_start_in_a_directory_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one that was removed meanwhile torch would end them."""
+
+    async def begun() -> str:
+        process = await start_process("pwd", "-P", stdout=asyncio.subprocess.PIPE)
+        return (await process.communicate())[0].decode().strip()
+
+    there = tmp_path / "there"
+    there.mkdir()
+    monkeypatch.chdir(there)
+    assert await begun() == str(there)
+    there.rmdir()
+    assert await begun() == "/"
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.slow

@@ -116,6 +116,12 @@ class Told(TensorDataset):
         ({"seed": 1.0}, "seed is 1.0"),
         ({"gradient_clip_val": 0.0}, "gradient_clip_val is 0.0"),
         ({"gradient_clip_val": float("nan")}, "gradient_clip_val is nan"),
+        ({"gradient_clip_val": "1.0"}, "gradient_clip_val is '1.0'; give a number > 0"),
+        ({"gradient_clip_val": True}, "gradient_clip_val is True; give a number > 0"),
+        ({"gradient_clip_val": torch.ones(2)}, "gradient_clip_val is tensor"),
+        ({"shuffle": "no"}, "shuffle is 'no'; give True or False"),
+        ({"shuffle": None}, "shuffle is None; give True or False"),
+        ({"drop_last": "false"}, "drop_last is 'false'; give True or False"),
         ({"dataset": iter(())}, "dataset is an iterator, which can be read once; give what makes it"),
         (
             {"dataset": Stream(), "max_steps": None, "epochs": 1},

@@ -146,9 +146,10 @@ def test_variables_that_a_run_does_not_heed_are_named(
     image = ["--image", "x"] if engine == "k8s" else []
     assert main(["launch", engine, "train.py:job", "--workers", "3", "--print", *image]) == ExitCode.OK
     said = capsys.readouterr().err.strip()
+    also = ", W5XDE_ADVERTISE" if engine == "k8s" else ""  # the others' programs have it of who launches
     assert said == (
-        "w5xde launch: the run does not heed W5XDE_GRACE, W5XDE_RESUME of this environment: give flags, but for what "
-        "launch says itself"
+        f"w5xde launch: the run does not heed W5XDE_GRACE, W5XDE_RESUME{also} of this environment: give flags, but "
+        "for what launch says itself"
     )
 
 
@@ -358,8 +359,9 @@ def test_slurm_that_has_half_of_a_run_is_said(slurm: Path, ends: str, capsys: py
     )
     assert main(["launch", "slurm", "train.py:job", "--workers", "3"]) == (3 if ends == "exit 3" else ExitCode.ERROR)
     said = capsys.readouterr().err
-    assert "what Slurm has named above is in its queue (scancel NUMBER ends it)" in said
+    assert "Where Slurm has named a job above, that is the coordinator (scancel NUMBER ends it)" in said
     assert f"bash {slurm}/runs/train/train.sh grow 3 submits the workers" in said
+    assert "If it has named none, nothing is in its queue: give this command again" in said
 
 
 def test_slurm_has_the_patience_that_grace_asks_for(slurm: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.run import prediction
 from w5xde_async.coordinator.run.prediction import Prediction, predict
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.facade.guava import DistributedConfig, Orchestrator
@@ -84,6 +85,23 @@ def test_updates_take_their_time_at_the_coordinator_or_at_each_worker() -> None:
     assert late.step_s == late.update_s
     assert local.step_s == pytest.approx((local.leaf_s + local.update_s) / 1000)
     assert f"{wording.brief(sync.update_s)} an update" in str(sync)
+
+
+@pytest.mark.parametrize(("rule", "where"), [("sync", "cpu"), ("async", "cpu"), ("local", "meta")])
+def test_an_update_is_measured_where_it_is_made(rule: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the coordinator, or on each worker's device, for which the meta device stands here."""
+    meta, seen = torch.device("meta"), list[str]()
+    monkeypatch.setattr(prediction, "choose_device", lambda _: meta)
+    monkeypatch.setattr(prediction, "_measured", lambda *_: (0, 0.1))
+    monkeypatch.setattr(nn.Module, "to", lambda self, device: self.to_empty(device=torch.device(device)))
+
+    def updated(_: Job, model: nn.Module) -> tuple[int, float]:
+        seen.append(next(model.parameters()).device.type)
+        return 0, 2.0
+
+    monkeypatch.setattr(prediction, "_updated", updated)
+    predict(job(), CoordinatorConfig(update=UpdateConfig(rule=rule)), workers=2, device="cuda")
+    assert seen == [where]
 
 
 def test_an_optimizer_is_given_dense_gradients_as_in_a_run() -> None:

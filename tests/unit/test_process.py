@@ -270,6 +270,25 @@ def test_a_program_that_may_open_too_little_says_so_before_it_begins(
     assert begun == [True]
 
 
+def test_a_program_whose_directory_is_gone_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: Callable[..., tuple[int, str]]
+) -> None:
+    """Torch ends a process that loads it there, with no word of that."""
+
+    async def body() -> int:
+        raise AssertionError("it has begun")
+
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    code, said = launched(body)
+    monkeypatch.chdir(tmp_path)
+    assert code == ExitCode.USAGE
+    assert said.startswith("worker: the working directory has been removed")
+    assert said.count("\n") == 1
+
+
 def test_a_system_whose_limit_is_lower_than_it_says_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """As macOS, whose hard limit is infinite."""
     resource = pytest.importorskip("resource", reason="Windows has no such limit")
@@ -573,6 +592,23 @@ def test_the_jobs_code_finds_nothing_to_read_where_the_parents_line_was() -> Non
         os.dup2(kept, 0)
         os.close(kept)
         os.close(reader)
+
+
+_PRINTING = """
+import os
+from w5xde_async.users_code import take_stdout
+words = take_stdout()
+os.write(words, b"said")
+print("printed", flush=True)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # as a quiet library does
+os.dup2(2, 1)
+os.write(words, b" after that")
+"""
+
+
+def test_what_the_jobs_code_prints_or_puts_elsewhere_is_none_of_the_words_for_the_parent() -> None:
+    found = subprocess.run([sys.executable, "-c", _PRINTING], capture_output=True, text=True)
+    assert (found.stdout, found.stderr, found.returncode) == ("said after that", "printed\n", 0)
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "auto"])

@@ -102,6 +102,15 @@ def test_what_follows_from_other_settings(monkeypatch: pytest.MonkeyPatch) -> No
     assert settings.worker_threads >= 1
     assert coordinator("package.module:job").name == "module"
     assert coordinator("train.py:job", "--run-dir", "there/deep").name == "deep"
+    here = Path.cwd()
+    for directory, name in (
+        (".", here.name),
+        ("..", here.parent.name),
+        ("/x/y/..", "x"),
+        ("/", "train"),
+        ("/..", "train"),
+    ):
+        assert coordinator("train.py:job", "--run-dir", directory).name == name, directory
     assert coordinator("train.py:job").values["min_workers"] == 1
     assert coordinator("train.py:job", "--workers", "4", "--min-workers", "1").values["min_workers"] == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
@@ -208,6 +217,7 @@ def test_a_misspelt_variable_is_named_with_the_near_one() -> None:
         (("j.py:j", "--no-quarantine=yes"), ("--no-quarantine takes no value",)),
         (("j.py:j", "--threads", "100000"), ("--threads", "'100000'", "from 1 to 4096")),
         (("j.py:j", "--outer-lr", "1e308"), ("--outer-lr", "at most 1e30")),
+        (("j.py:j", "--override", "optimizer.lr=1,scheduler.a=1e999"), ("--override", "1e999' will not do", "finite")),
         (("j.py:j", "--max-time", "-1ms"), ("--max-time: '-1ms' will not do", "2h")),
         (("j.py:j", "--loader-processes", "99999"), ("--loader-processes", "from 0 to 4096")),
         (("j.py:j", "--name", "  "), ("--name", "not blank")),
@@ -502,6 +512,13 @@ def test_what_the_rule_has_no_use_for_is_named() -> None:
     assert told_useless("--batch-patience", "5", "--target-batch", "64") == ""
     assert told_useless("--max-staleness", "2", "--batch-patience", "5").count(";") == 1
     assert told_useless("--codec", "int8") == told_useless() == ""
+    local = ("--worker-threads", "3", "--data-dir", "/data")
+    said = "--worker-threads does nothing without --workers; --data-dir does nothing without --workers"
+    assert sorted(told_useless(*local).split("; ")) == sorted(said.split("; "))
+    assert sorted(told_useless("--update", "auto", *local).split("; ")) == sorted(said.split("; "))
+    assert told_useless("--workers", "1", *local) == ""
+    assert told_useless("--no-feedback") == "--no-feedback does nothing under --codec raw, which leaves nothing out"
+    assert told_useless("--no-feedback", "--codec", "int8") == told_useless("--feedback") == ""
 
 
 def test_auto_may_use_everything() -> None:

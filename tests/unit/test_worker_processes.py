@@ -20,13 +20,26 @@ from tests.simulator.loop import VirtualLoop
 from tests.support.jobs import mlp_sgd
 
 from w5xde_async.cluster import LocalCluster, worker_processes
-from w5xde_async.cluster.worker_processes import TELLING_END, LocalWorkers, telling
-from w5xde_async.errors import LocalError
+from w5xde_async.cluster.worker_processes import LocalWorkers
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.errors import LocalError, UsageError
+from w5xde_async.net.tls import TlsFiles
 from w5xde_async.plan.numerics import EXACT, FIRST
 from w5xde_async.runtime import is_stopped, loop_factory
 from w5xde_async.settings.flags import read
 from w5xde_async.settings.programs import CoordinatorSettings, WorkerSettings
 from w5xde_async.telemetry.events import Warned, WorkerJoined, WorkerLeft
+
+
+class Pipe:
+    """What a process writes to, with the end that it has when the process ends."""
+
+    def __init__(self) -> None:
+        self._written = asyncio.Queue[bytes]()
+        self.put = self._written.put_nowait
+
+    async def read(self, most: int) -> bytes:
+        return await self._written.get()
 
 
 class Started:
@@ -36,9 +49,9 @@ class Started:
         self.asked, self.command, self.environment = asked, command, environment
         self.pid, self.returncode = 1 << 30, None
         self.ended = asyncio.Event()
-        self.stdin = self.stdout = self
+        self.stdin, self.stdout, self.stderr = self, Pipe(), Pipe()
         self.lines: list[bytes] = []
-        self.says = asyncio.Queue[bytes]()
+        self.tells, self.prints = self.stdout.put, self.stderr.put
 
     def write(self, line: bytes) -> None:
         self.lines.append(line)
@@ -49,10 +62,7 @@ class Started:
             name = given[given.index("--name") + 1]
             self.asked.rows.append((name, flag, variables.get("W5XDE_DEVICE", "")))
             if self.asked.tells_ids:
-                self.says.put_nowait(b"loading " + telling(f"id of {name}").encode())
-
-    async def readline(self) -> bytes:
-        return await self.says.get()
+                self.tells(f"id id of {name}\n".encode())
 
     async def wait(self) -> int:
         await self.ended.wait()
@@ -60,7 +70,8 @@ class Started:
 
     def terminate(self) -> None:
         self.ended.set()
-        self.says.put_nowait(b"")
+        self.tells(b"")
+        self.prints(b"")
 
     def send_signal(self, number: int) -> None:
         self.asked.signals.append(number)
@@ -153,6 +164,31 @@ def test_what_the_user_asks_for_is_found(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert devices("--config", str(file)) == ("cuda:3",)
 
 
+def test_authorities_that_local_workers_have_no_certificate_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("W5XDE_TLS_CERT", raising=False)
+
+    def require(*arguments: str) -> None:
+        given = ("train.py:job", "--tls-ca-file", "ca.pem", *arguments)
+        read(CoordinatorSettings, given, prog="")[0].require_certificates()
+
+    require()
+    with pytest.raises(UsageError, match="those of --workers have none: give them one"):
+        require("--workers", "1")
+    file = tmp_path / "run.toml"
+    file.write_text('[worker]\ntls_cert = "own.pem"\ntls_key = "own.key"\n')
+    require("--workers", "1", "--config", str(file))
+    config = CoordinatorConfig(tls=TlsFiles(ca=Path("ca.pem")))
+    for job in ("train.py:job", mlp_sgd()):
+        LocalCluster(job, 0, config=config)
+        with pytest.raises(UsageError, match="those of this cluster have none"):
+            LocalCluster(job, 1, config=config)
+    monkeypatch.setenv("W5XDE_TLS_CERT", "own.pem")
+    require("--workers", "1")
+    LocalCluster("train.py:job", 1, config=config)
+
+
 @pytest.mark.parametrize("setting", ["island", "island_member"])
 def test_sums_are_asked_to_be_those_of_one_process_where_no_local_worker_is_an_island(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str
@@ -194,24 +230,30 @@ async def test_whatever_a_worker_prints_it_is_heard_after_that(asked: Asked, cap
         async with LocalWorkers(0, address="a:1", reference="", devices=("cpu",)) as workers:
             await begun(workers, 1, asked)
             for odd in ("[" * 100_000, json.dumps({"event": "log", "level": ["error"], "message": [0]}), "9" * 5000):
-                asked.started[0].says.put_nowait(odd.encode() + b"\n")
+                asked.started[0].prints(odd.encode() + b"\n")
             said = json.dumps({"event": "log", "level": "error", "message": "after that"})
-            asked.started[0].says.put_nowait(said.encode() + b"\n")
+            asked.started[0].prints(said.encode() + b"\n")
             for _ in range(10):
                 await asyncio.sleep(0)
             assert caplog.messages == ["worker local-0: after that"]
 
 
+@pytest.mark.parametrize("insecure", [False, True])
 @pytest.mark.parametrize("join", ["", "w5xde://host:1?token=geheim"])
 async def test_a_worker_goes_to_who_has_started_it_whatever_environment_and_file_say(
-    join: str, monkeypatch: pytest.MonkeyPatch, asked: Asked, tmp_path: Path
+    join: str, insecure: bool, monkeypatch: pytest.MonkeyPatch, asked: Asked, tmp_path: Path
 ) -> None:
     with_devices(monkeypatch, 0)
-    for name, value in (("SERVER", "other:1"), ("JOIN", "w5xde://other:1"), ("JOIN_FILE", "other")):
+    for name, value in (
+        ("SERVER", "other:1"), ("JOIN", "w5xde://other:1"), ("JOIN_FILE", "other"), ("INSECURE", "true"),
+        ("TLS_CA_FILE", "other"), ("TLS_CERT", "own"), ("TLS_KEY", "key"),
+    ):  # fmt: skip
         monkeypatch.setenv(f"W5XDE_{name}", value)
     file = tmp_path / "run.toml"
     await asyncio.to_thread(file.write_text, '[worker]\njoin_file = "other"\n')
-    async with LocalWorkers(0, address="host:1", join=join, reference="", config_path=file) as workers:
+    async with LocalWorkers(
+        0, address="host:1", join=join, insecure=insecure, reference="", config_path=file
+    ) as workers:
         await begun(workers, 1, asked)
     (one,) = asked.started
     told = json.loads(one.lines[1])
@@ -219,6 +261,8 @@ async def test_a_worker_goes_to_who_has_started_it_whatever_environment_and_file
     environment = {**one.environment, **told["environment"]}
     settings, _ = await asyncio.to_thread(read, WorkerSettings, arguments, prog="", environment=environment)
     assert (settings.server, settings.join, settings.join_file) == (None if join else "host:1", join or None, None)
+    tls = [settings.values[name] for name in ("insecure", "tls_ca_file", "tls_cert", "tls_key")]
+    assert tls == ([False, None, Path("own"), Path("key")] if join else [insecure, None, None, None])
 
 
 async def test_what_the_user_asks_for_wins(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> None:
@@ -388,6 +432,33 @@ def test_one_whose_exit_code_somebody_else_has_taken_is_known_to_have_ended(loop
     assert found.returncode == 0
 
 
+_HELD = """
+import asyncio, os, signal, sys
+from w5xde_async.cluster import worker_processes
+from w5xde_async.runtime import loop_factory
+
+worker_processes._LOOKS_S = 0.02
+holding = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
+
+async def code() -> int:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", holding, stdout=asyncio.subprocess.PIPE)
+    holder = int(await process.stdout.readline())
+    try:
+        return await asyncio.wait_for(worker_processes._ended(process), 20)
+    finally:
+        os.kill(holder, signal.SIGKILL)
+
+with asyncio.Runner(loop_factory=loop_factory(sys.argv[1])) as runner:
+    print(runner.run(code()))
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_one_that_has_ended_is_noticed_though_what_it_has_started_holds_its_pipes(loop: str) -> None:
+    found = subprocess.run([sys.executable, "-c", _HELD, loop], capture_output=True, text=True, timeout=40)
+    assert found.stdout == "0\n", found.stderr
+
+
 async def test_one_that_somebody_tells_to_go_is_not_started_again(asked: Asked) -> None:
     """Whatever the environment or the [worker] table says: 0 has it stay away."""
     async with LocalWorkers(1, address="a:1", reference="") as workers:
@@ -443,7 +514,7 @@ async def test_one_that_fails_for_good_is_told_of_with_how_many_are_left(
                     if process not in ended and json.loads(process.lines[1])["arguments"][1] == name:
                         ended.add(process)
                         if words:
-                            process.says.put_nowait(words)
+                            process.prints(words)
                         process.terminate()
                 await asyncio.sleep(worker_processes._RESTART_DELAY_S)
             assert given_up[-1] == (name, why, left)
@@ -465,10 +536,90 @@ async def test_one_whose_process_the_job_ends_is_started_again_whatever_its_exit
         await asyncio.sleep(worker_processes._RESTART_DELAY_S + 0.1)
         assert len(asked.started) == 2
         assert f"worker local-0 ended with exit code {code} (by the job's code or a library" in caplog.text
-        asked.started[1].says.put_nowait(b"bye" + TELLING_END.encode())
+        asked.started[1].tells(b"ends\n")
         asked.started[1].terminate()
         await asyncio.sleep(worker_processes._RESTART_DELAY_S + 0.1)
         assert len(asked.started) == 2
+
+
+async def ended(process: Started) -> None:
+    """Until what follows from its end has been done."""
+    process.terminate()
+    await asyncio.sleep(worker_processes._RESTART_DELAY_S + 1.1)
+
+
+@on_virtual_time
+async def test_one_that_could_not_say_that_it_ends_is_taken_at_its_exit_code(
+    asked: Asked, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The job's code has closed descriptors that it has not opened."""
+    asked.code, asked.tells_ids = 0, False
+    caplog.set_level(logging.INFO)
+    async with LocalWorkers(0, address="a:1", reference="") as workers:
+        workers.heard(Warned(text="a run begins"))
+        await begun(workers, 1, asked)
+        asked.started[0].tells(b"")
+        await asyncio.sleep(2 * worker_processes._JOINS_S)
+        await ended(asked.started[0])
+        assert caplog.messages == ["worker local-0 has left"]  # and none that it has not joined
+        assert len(asked.started) == 1
+
+
+@pytest.mark.parametrize("code", [0, 5])
+@on_virtual_time
+async def test_one_that_the_job_ends_however_late_is_not_started_again_for_ever(asked: Asked, code: int) -> None:
+    asked.code = code
+    given_up: list[str] = []
+    async with LocalWorkers(0, address="a:1", reference="", on_all_lost=given_up.append) as workers:
+        await begun(workers, 1, asked)
+        for number in range(4):
+            assert len(asked.started) == 1 + number
+            assert not given_up
+            await asyncio.sleep(3600)
+            await ended(asked.started[-1])
+        assert len(asked.started) == 4
+        assert f"ended with exit code {code} (by the job's code or a library" in given_up[0]
+        assert given_up[0].endswith("again, after 3 restarts")
+
+
+@pytest.mark.parametrize("loads", [True, False])
+@on_virtual_time
+async def test_what_a_worker_takes_to_load_is_no_time_in_which_it_has_worked(asked: Asked, loads: bool) -> None:
+    """One that is killed while it loads would be started again for ever, where that takes long."""
+    asked.tells_ids = False
+    async with LocalWorkers(0, address="a:1", reference="") as workers:
+        await begun(workers, 1, asked)
+        for _ in range(6):
+            if loads:
+                asked.started[-1].tells(b"id a\n")
+            await asyncio.sleep(30.0)
+            await ended(asked.started[-1])
+        assert len(asked.started) == (7 if loads else 4)
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        ([b"1 %\r2 %\r3 %\nbye\r\n"], ["3 %", "bye"]),
+        ([b"by", b"e"], ["bye"]),
+        ([b"x" * (1 << 16)] * 48 + [b"y\nbye\n"], [(1 << 20) * "x" + "y", "bye"]),
+        ([b"\r50 %" * (1 << 14)] * 24 + [b"\r100 %\nbye\n"], ["100 %", "bye"]),
+    ],
+)
+@on_virtual_time
+async def test_what_it_printed_last_is_shown_as_a_terminal_shows_it(
+    asked: Asked, caplog: pytest.LogCaptureFixture, printed: list[bytes], shown: list[str]
+) -> None:
+    """Bars, too, whose line is long and ends late: nothing beside it is lost."""
+    async with LocalWorkers(0, address="a:1", reference="") as workers:
+        await begun(workers, 1, asked)
+        for data in printed:
+            asked.started[0].prints(data)
+        await ended(asked.started[0])
+        (message,) = caplog.messages
+        first, *lines = message.split("\n  ")
+        assert first == "worker local-0 was ended by SIGKILL and is started again"
+        assert lines == shown
 
 
 def joined(name: str, worker_id: str = "") -> WorkerJoined:
@@ -550,7 +701,7 @@ async def test_one_whose_id_is_read_after_the_coordinator_has_let_it_in(
         workers.heard(Warned(text="a run begins"))
         await begun(workers, 1, asked)
         workers.heard(joined("local-0"))
-        asked.started[0].says.put_nowait(telling("id of local-0").encode())
+        asked.started[0].tells(b"id id of local-0\n")
         await asyncio.sleep(2 * worker_processes._JOINS_S)
         assert "has not joined" not in caplog.text
 

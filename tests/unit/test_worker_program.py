@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from tests.support.jobs import mlp_sgd
 
+from w5xde_async.cluster.words import WordWriter
 from w5xde_async.errors import ExitCode, W5xdeError
-from w5xde_async.parallel.shape import WORD_FD, IslandShape
+from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.settings import WorkerSettings, read
 from w5xde_async.worker import __main__ as program
 from w5xde_async.worker import service
@@ -89,7 +90,7 @@ def test_a_rank_ends_with_its_exit_code_though_nobody_reads_what_it_says(
 def test_a_rank_may_tell_why_it_ends_when_who_has_started_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     unread, word = os.pipe()
     os.close(unread)
-    monkeypatch.setenv(WORD_FD, str(word))
+    monkeypatch.setattr(program, "_words", WordWriter(word))
     try:
         program._tell_why("another rank is gone")
     finally:

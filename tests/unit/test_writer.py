@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from tests.unit.test_progress import START, step
 
 from w5xde_async.telemetry.progress import Progress, ProgressConfig
-from w5xde_async.telemetry.writer import Writer, left_out, writer_for
+from w5xde_async.telemetry.writer import Writer, flush_all, left_out, writer_for
 
 
 class File(io.RawIOBase):
@@ -126,6 +128,87 @@ def test_a_full_disk_costs_what_was_written_meanwhile() -> None:
     why = "standard error could not be written (No space left on device)"
     assert stream.lines() == ["abc", "t", f"3 lines left out: {why}", "heard"]
     assert left_out(1, why) == f"1 line left out: {why}"
+
+
+def test_what_a_full_disk_has_cost_is_told_at_the_end() -> None:
+    stream = Stream()
+    stream.file.room = 0
+    stream.writer.write("the last lines")
+    assert stream.writer.flush()
+    assert stream.file.took == b""
+    stream.file.room = 1 << 30
+    said = left_out(1, "standard error could not be written (No space left on device)")
+    assert stream.lines() == [said]
+    assert stream.lines() == [said]
+
+
+def test_who_keeps_no_writer_is_told_too_of_what_a_full_disk_has_cost() -> None:
+    stream = Stream()
+    stream.file.room = 0
+    writer_for(stream.text).write("lost")
+    assert writer_for(stream.text).flush()
+    for thread in threading.enumerate():
+        if thread.name == "w5xde-writer":
+            thread.join(10)
+    gc.collect()
+    stream.file.room = 1 << 30
+    writer_for(stream.text).write("next")
+    assert writer_for(stream.text).flush()
+    said = left_out(1, "standard error could not be written (No space left on device)")
+    assert stream.file.took.decode().splitlines() == [said, "next"]
+
+
+def test_another_standard_error_of_the_same_file_gets_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Job files wrap it anew, for its encoding or to have it flushed."""
+    stream = Stream()
+    monkeypatch.setattr(sys, "stderr", stream.text)
+    writer = writer_for(stream.text)
+    writer.write("before")
+    assert writer.flush()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(stream.text.detach(), encoding="ascii"))
+    writer.write("after · it")
+    assert writer.flush()
+    assert stream.file.took == b"before\nafter | it\n"
+    assert writer_for(sys.stderr) is writer
+    sys.stderr.close()
+    monkeypatch.setattr(sys, "stderr", None)
+    writer.write("nowhere")  # raises nothing
+
+
+def test_writers_come_and_go_while_all_are_flushed() -> None:
+    """Else a program that Ctrl-C ends would not end."""
+    stop = threading.Event()
+
+    def come_and_go() -> None:
+        while not stop.is_set():
+            writer_for(io.StringIO())
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(2000):
+            flush_all()
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("comes", ["before", "after"])
+def test_an_interrupt_of_its_thread_s_start_loses_no_line(comes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, start = Stream(), threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        if comes == "after":
+            start(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stream.writer.write("one")
+    stream.writer.write("two")
+    assert stream.lines() == ["one", "two"]
+    assert sum(thread.name == "w5xde-writer" for thread in threading.enumerate()) <= 1
 
 
 def test_a_pipe_that_somebody_has_made_non_blocking_is_waited_for(pipe: tuple[int, io.TextIOWrapper]) -> None:

@@ -21,8 +21,9 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from w5xde_async.cluster.ties import Ties
+from w5xde_async.cluster.words import BY_OTHERS, MOST_BY_OTHERS, WORD_FD, WordReader
 from w5xde_async.errors import ExitCode, LocalError, RefusalCode, Refused, UsageError
-from w5xde_async.parallel.shape import ENDS, STORE_FD, WORD_FD, IslandShape
+from w5xde_async.parallel.shape import STORE_FD, IslandShape
 from w5xde_async.runtime import is_stopped, start_process
 from w5xde_async.wire.messages import Rendezvous, Volunteer
 
@@ -39,7 +40,7 @@ _HOPELESS = (
 _GOOD = (ExitCode.OK, ExitCode.DRAINED)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LASTED_S = 0.5, 30.0, 60.0
 _OTHERS_S = 1.5  # what one rank ends with may only follow from another's end
-_WORD_BYTES = 2000  # of what a rank says of its end
+_WORD_BYTES = 4096  # of what a rank says, at a time
 _LOOK_S, _STOPPED_S = 0.5, 2.0  # at whether a rank is stopped, and for how long it may be
 _TYING_S = 20.0  # from the meeting on, for all members to be at the place where their ranks will be
 _LEAVING_S = 10.0  # for all ranks to leave once one has left in good order
@@ -61,11 +62,13 @@ class IslandProcesses:
         find: Callable[[], Awaitable[None]] | None = None,
         meet: Callable[[Volunteer], Awaitable[Rendezvous]] | None = None, host: str = "",
         lifetime_s: float | None = None, environment: Mapping[str, str] = os.environ,
+        on_id: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         """``threads``: torch's, of each rank, unless OMP_NUM_THREADS says it. ``find``: waits until it is known where
         the coordinator is, from which follows what ranks may do. ``meet``: finds the others, of which each is started
         by somebody else (default: all ranks are here). ``host``: this machine's address for what ranks say (default:
-        loopback). ``lifetime_s``: of the island, however often it is started.
+        loopback). ``lifetime_s``: of the island, however often it is started. ``on_id``: called with the id by which
+        the coordinator knows it, at each start.
 
         Raises UsageError on Windows, where a process does not inherit what rank 0 listens on.
         """
@@ -75,12 +78,13 @@ class IslandProcesses:
                 "or the ranks by torchrun"
             )
         self._shape, self._arguments, self._threads, self._find, self._meet = shape, arguments, threads, find, meet
-        self._host, self._environment = host or "127.0.0.1", environment
+        self._host, self._environment, self._on_id = host or "127.0.0.1", environment, on_id
         self._lifetime_s, self._ends_at = lifetime_s, 0.0
         self._has_begun = self._expired = False
         self._processes: list[Process] = []
         self._ties = Ties()
-        self._words: dict[int, int] = {}  # by rank: the pipe in which it says why it ends
+        self._words: dict[int, tuple[int, WordReader]] = {}  # by rank: the pipe, and what was read of it
+        self._by_others = 0  # starts that have ended with an exit code that says nothing
         self._left = asyncio.Event()
         self.told = ""  #: why it leaves, once it was told to
 
@@ -200,6 +204,7 @@ class IslandProcesses:
         if good and left:
             logger.warning("ranks %s did not leave with the others", sorted(waits[task] for task in left))
         said = "; ".join(f"rank {rank} {how}" for rank, (_, how) in sorted(ends.items()))
+        self._by_others += BY_OTHERS in said
         codes = [code for code, _ in ends.values()]
         for code in _GOOD:  # the others have only lost it
             if code in codes:
@@ -261,8 +266,10 @@ class IslandProcesses:
         serves = () if rank else (listening.fileno(),)
         if serves:
             environment[STORE_FD] = str(serves[0])
-        self._words[rank], word = os.pipe()
-        os.set_blocking(self._words[rank], False)  # what the rank has started may hold its end for longer
+        pipe, word = os.pipe()
+        os.set_blocking(pipe, False)  # what the rank has started may hold its end for longer
+        self._words[rank] = pipe, WordReader(self._on_id)
+        asyncio.get_running_loop().add_reader(pipe, self._listen, rank)
         environment[WORD_FD] = str(word)
         lifetime: tuple[str, ...] = ()
         if self._lifetime_s is not None:
@@ -276,27 +283,37 @@ class IslandProcesses:
         finally:
             os.close(word)
 
+    def _listen(self, rank: int) -> None:
+        """Read what a rank has said."""
+        pipe, word = self._words[rank]
+        loop = asyncio.get_running_loop()
+        with suppress(BlockingIOError):
+            while data := os.read(pipe, _WORD_BYTES):
+                word.feed(data, loop.time())
+            word.feed(b"", loop.time())
+            loop.remove_reader(pipe)
+
     def _end(self, rank: int, code: int) -> tuple[int, str]:
         """What the end of a rank's process counts as, and how it was.
 
         The job's code, or a library, may end it with any code, which says nothing then: the island is lost.
         """
-        why, is_its_own = self._last_words(rank)
+        why, is_own = self._last_words(rank)
         how = _how(code) + (f": {why}" if why else "")
-        if is_its_own or code not in (*_GOOD, *_HOPELESS):
+        if is_own or code not in (*_GOOD, *_HOPELESS):
             return code, how
-        return (
-            ExitCode.ISLAND_LOST,
-            f"{how} (by the job's code or a library: the rank itself has not said that it ends)",
-        )
+        if self._by_others < MOST_BY_OTHERS:
+            return ExitCode.ISLAND_LOST, how + BY_OTHERS
+        # 0 would say that the run is over, and nobody would start it again or miss it.
+        return (code if code in _HOPELESS else ExitCode.USAGE), how + BY_OTHERS
 
     def _last_words(self, rank: int) -> tuple[str, bool]:
-        """Why a rank has ended, where it has said that; and whether it has said that it ends."""
-        said = ""
-        with suppress(KeyError, BlockingIOError):
-            said = os.read(self._words[rank], _WORD_BYTES).decode(errors="replace")
-        why, ends, _ = said.partition(ENDS)
-        return why, bool(ends)
+        """Why a rank has ended, where it has said that; and whether its exit code is its own."""
+        if rank not in self._words:
+            return "", False
+        self._listen(rank)
+        word = self._words[rank][1]
+        return word.why, word.is_own_end(asyncio.get_running_loop().time())
 
     async def _kill(self) -> None:
         self._ties.close()
@@ -309,7 +326,9 @@ class IslandProcesses:
                 process.stdin.close()
         await asyncio.gather(*[process.wait() for process in processes])
         while self._words:
-            os.close(self._words.popitem()[1])
+            pipe, _ = self._words.popitem()[1]
+            asyncio.get_running_loop().remove_reader(pipe)
+            os.close(pipe)
 
 
 def _stopped_for_long(since: dict[int, float], states: Sequence[bool], now: float) -> list[int]:

@@ -8,6 +8,7 @@ process: they are for tests and notebooks, not for speed.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from w5xde_async.cluster.worker_processes import LocalWorkers, cuda_devices, may
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import LocalError, UsageError
+from w5xde_async.errors import UsageError, need
 from w5xde_async.job import Job, load_job, require_job
 from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.events import Best, Bus, Event, WorkerJoined, WorkerLeft
@@ -52,7 +53,7 @@ class LocalCluster:
         port 0 picks a free one. ``config`` replaces the defaults as a whole, ``dashboard`` among them. ``runtime`` is
         for the coordinator and for workers that are tasks of this loop.
 
-        Entering raises what ``start`` raises.
+        Raises UsageError for workers that could not join. Entering raises what ``start`` raises.
         """
         if not isinstance(job, str):
             require_job(job, "LocalCluster")
@@ -63,6 +64,7 @@ class LocalCluster:
         config = config or CoordinatorConfig(port=0, min_workers=max(n_workers, 1), dashboard=dashboard)
         own = n_workers and not (isinstance(job, str) and may_be_islands())
         self._config = config.with_own_workers() if own else config
+        self._require_certificates(n_workers)
         self._coordinator: Coordinator | None = None
         self._workers: LocalWorkers | TaskWorkers | None = None
         self._changed = asyncio.Event()
@@ -143,12 +145,13 @@ class LocalCluster:
             raise UsageError("the cluster is not running; use async with, or await start() first")
         if self._closing is not None:
             raise UsageError("the cluster is closed; make a new LocalCluster for another run")
-        await self._workers.scale(_count(n))
+        self._require_certificates(_count(n))
+        await self._workers.scale(n)
 
     async def wait_for_workers(self, n: int, timeout_s: float = 60.0) -> None:
         """Return when ``n`` workers have joined. Raises TimeoutError, and what ended the run if that comes first.
 
-        Raises LocalError where the run has ended without an error of its own.
+        Raises UsageError where the run has ended without an error of its own.
         """
         ended = asyncio.ensure_future(self.wait())
         try:
@@ -162,7 +165,9 @@ class LocalCluster:
                         change.cancel()
                     if ended.done():
                         result = ended.result()
-                        raise LocalError(f"the run is {result.outcome}: {self.num_workers} of {n} workers")
+                        raise UsageError(
+                            f"the run is {result.outcome}, with {self.num_workers} of {n} workers: none will join"
+                        )
         finally:
             ended.cancel()
             await asyncio.wait({ended})
@@ -202,10 +207,19 @@ class LocalCluster:
             if self._unsubscribe is not None:
                 self._unsubscribe()
 
+    def _require_certificates(self, num_workers: int) -> None:
+        """Raises UsageError where the coordinator would not let workers of ours in."""
+        theirs = self._replica is None and os.environ.get("W5XDE_TLS_CERT")
+        need(
+            not num_workers or self._config.tls.ca is None or bool(theirs),
+            "the authorities in tls (ca) ask every worker for a certificate, and those of this cluster have none: have "
+            "it start none, and start each with a certificate of its own, or leave the authorities out",
+        )
+
     def _make_workers(self) -> LocalWorkers | TaskWorkers:
         config = self._config
         if self._replica is not None:
-            settings = WorkerConfig(token=config.token, threads=self._threads)
+            settings = WorkerConfig(token=config.token, insecure=config.insecure, threads=self._threads)
             place = self.coordinator.local_join or self.address
             return TaskWorkers(
                 self._replica, place, settings, self.coordinator.workers_failed, devices=cuda_devices(),
@@ -219,6 +233,7 @@ class LocalCluster:
             threads=self._threads,
             token=config.token,
             join=self.coordinator.local_join,
+            insecure=config.insecure,
             grace_s=config.grace_s + 2.0,
             on_all_lost=self.coordinator.workers_failed,
             on_given_up=partial(self.coordinator.worker_failed, asked=self._asked),

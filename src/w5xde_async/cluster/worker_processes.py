@@ -3,9 +3,9 @@
 Invariants: no process outlives the ``LocalWorkers`` that started it (SIGTERM, then SIGKILL; and where this process
 is killed itself, its end of their standard input closes and they go). Each has a session of its own, so that a
 terminal's Ctrl-C reaches the coordinator alone, which then lets them finish. A worker that crashes is started again,
-three times a minute at most; one that could never work (usage, token, model) is not. One that the coordinator has lost
-(``heard``) and that does not come back hangs: it is killed, and started again. The token travels in the environment,
-which other users cannot read.
+three times within a minute at most, in which the time that it takes to load does not count; one that could never work
+(usage, token, model) is not. One that the coordinator has lost (``heard``) and that does not come back hangs: it is
+killed, and started again. The token travels in the environment, which other users cannot read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from asyncio.subprocess import PIPE, STDOUT, Process
+from asyncio.subprocess import PIPE, Process
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from w5xde_async.cluster.words import BY_OTHERS, MOST_BY_OTHERS, WordReader
 from w5xde_async.errors import ExitCode, LocalError
 from w5xde_async.net.token import JOINING
 from w5xde_async.runtime import is_stopped, start_process
@@ -32,11 +33,13 @@ from w5xde_async.telemetry.events import Event, WorkerJoined, WorkerLeft
 
 logger = logging.getLogger(__name__)
 
-#: The last argument but one of a worker process that learns the others from standard input; the last says of whom.
+#: The last argument but one of a worker process that learns the others from standard input; the last says of whom. Its
+#: standard output is for its words (``words``), on every system: what is printed goes to standard error.
 PRESTARTED = "--prestarted-by"
 
-#: Set where a worker process tells who started it by what id the coordinator will know it, and that it ends.
-TELLS_ID = "LOCAL_WORKER_TELLS_ID"
+#: How a worker finds out whom it talks to, which these are told: by a certificate's hash, where there is TLS.
+_OF_LINK = ("W5XDE_INSECURE", "W5XDE_TLS_CA_FILE")
+_OF_TLS = ("W5XDE_TLS_CERT", "W5XDE_TLS_KEY")  # a worker that is given one speaks TLS
 
 #: By these, worker processes learn that they are islands.
 _OF_ISLANDS = ("W5XDE_ISLAND", "W5XDE_ISLAND_MEMBER", "W5XDE_CONFIG")
@@ -47,15 +50,9 @@ _JOINS_S = 60.0  # until one that has not joined is told of
 _LOOKS_S = 1.0  # between two looks whether a process is gone of which the event loop has heard nothing
 #: What a library that ends its process (SIGABRT) most often lacks.
 _ABORTED = " (as for lack of threads or memory: ulimit -u, ulimit -v)"
-#: An exit code that says nothing then.
-_BY_OTHERS = " (by the job's code or a library: the worker itself has not said that it ends)"
 _HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
-_LINE_BYTES = 1 << 20
-_ID = "w5xde worker id: "
-_END = "w5xde worker ends by itself"
-#: What a worker process says last. One that the job's code ends, or a library, has not, and its exit code may be any.
-TELLING_END = f"{_END}\n"
-_LAST_WORDS = 30  # lines kept to show after a crash
+_LINE_BYTES, _READ_BYTES = 1 << 20, 1 << 16
+_LAST_LINES = 30  # lines kept to show after a crash
 
 
 def cuda_devices() -> tuple[str, ...]:
@@ -91,7 +88,8 @@ class LocalWorkers:
 
     ``reference`` "" starts them without the job's code. Each gets that one of ``devices`` which the fewest others have;
     none given: the machine's CUDA devices are dealt out so, unless the environment says W5XDE_DEVICE.
-    ``join`` is a join string, to be used in place of ``address`` and ``token``. ``data_dir`` is for all of them.
+    ``join`` is a join string, to be used in place of ``address`` and ``token``. ``insecure``: the coordinator speaks no
+    TLS, wherever it listens. ``data_dir`` is for all of them.
     ``island``: each worker is an island of that shape, whose ranks have a device each.
     ``on_all_lost(reason)`` is called when one has failed for good and no other is left. ``on_given_up(name, reason,
     left)`` is called for each that has failed for good, after that: ``left`` are there yet.
@@ -107,6 +105,7 @@ class LocalWorkers:
         devices: Sequence[str] = (),
         token: str = "",
         join: str = "",
+        insecure: bool = False,
         config_path: Path | None = None,
         data_dir: Path | None = None,
         island: str = "",
@@ -119,7 +118,7 @@ class LocalWorkers:
         self._address, self._reference, self._threads = address, reference, threads
         self._island = island
         self._devices, self._device_of = devices, dict[str, str]()
-        self._token, self._join = token, join
+        self._token, self._join, self._insecure = token, join, insecure
         self._config_path, self._data_dir, self._grace_s = config_path, data_dir, grace_s
         self._on_all_lost, self._on_given_up = on_all_lost, on_given_up
         self._hears = False  # what becomes of its workers
@@ -129,7 +128,6 @@ class LocalWorkers:
         self._lost: dict[str, asyncio.TimerHandle] = {}  # when who has lost its last link is killed
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._processes: dict[str, Process] = {}
-        self._ending: set[str] = set()  # names of those that have said that they end
         self._number = 0
 
     async def __aenter__(self) -> Self:
@@ -274,16 +272,17 @@ class LocalWorkers:
 
     async def _keep(self, name: str) -> None:
         device = self._device_of.get(name, "")
-        restarts: deque[float] = deque(maxlen=_RESTARTS)
+        restarts: deque[float] = deque(maxlen=_RESTARTS)  # at how much of ``lasted_s``
+        lasted_s, by_others = 0.0, 0
         while True:
-            words: deque[str] = deque(maxlen=_LAST_WORDS)
+            words, printed = WordReader(partial(self._told_id, name)), deque[str](maxlen=_LAST_LINES)
             try:
-                code = await self._run(name, device, words)
+                code = await self._run(name, device, words, printed)
             except (OSError, LocalError) as error:
                 return self._give_up(name, _unstarted(error))
-            is_its_own = name in self._ending
-            self._ending.discard(name)
-            if code == ExitCode.OK and is_its_own:
+            now = asyncio.get_running_loop().time()
+            is_own = words.is_own_end(words.ran_at)
+            if code == ExitCode.OK and is_own:
                 logger.info("worker %s has left", name)
                 return None
             if code is None:
@@ -291,19 +290,23 @@ class LocalWorkers:
             else:
                 how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
                 how += _ABORTED if code == -6 else ""
-                how += _BY_OTHERS if code in (ExitCode.OK, *_HOPELESS) and not is_its_own else ""
-            said = "".join(f"\n  {line}" for line in words)
-            if code in _HOPELESS and is_its_own:
+            said = "".join(f"\n  {line}" for line in printed)
+            if code in _HOPELESS and is_own:
                 return self._give_up(name, how, said)
-            now = time.monotonic()
-            if len(restarts) == _RESTARTS and now - restarts[0] < _RESTART_WINDOW_S:
+            if code in (ExitCode.OK, *_HOPELESS):
+                how += BY_OTHERS
+                by_others += 1
+            lasted_s += words.lasted_s(now)
+            if len(restarts) == _RESTARTS and lasted_s - restarts[0] < _RESTART_WINDOW_S:
                 return self._give_up(name, f"{how} again, {_RESTARTS} restarts within a minute", said)
-            restarts.append(now)
+            if by_others > MOST_BY_OTHERS:
+                return self._give_up(name, f"{how} again, after {MOST_BY_OTHERS} restarts", said)
+            restarts.append(lasted_s)
             logger.warning("worker %s %s and is started again%s", name, how, said)
             await asyncio.sleep(_RESTART_DELAY_S)
 
     def _give_up(self, name: str, reason: str, said: str = "") -> None:
-        """``said``: its last words, each in a line that begins with the line's end before it."""
+        """``said``: what it printed last, each in a line that begins with the line's end before it."""
         logger.error("worker %s %s%s%s", name, reason, ":" if said else "", said)
         left = sum(not keeper.done() for other, keeper in self._keepers.items() if other != name)
         if self._on_all_lost is not None and not left:
@@ -326,15 +329,14 @@ class LocalWorkers:
         if self._data_dir is not None:
             command += ["--data-dir", str(self._data_dir)]
         # The child's environment is ours, with this run's address and token in place of what ours says of them.
-        environment = {key: value for key, value in os.environ.items() if key not in JOINING}
+        environment = {key: value for key, value in os.environ.items() if key not in (*JOINING, *_OF_LINK)}
         return await start_process(
-            *command, PRESTARTED, str(os.getpid()), stdin=PIPE, stdout=PIPE, stderr=STDOUT, env=environment,
-            limit=_LINE_BYTES, **_apart(),
-        )  # fmt: skip
+            *command, PRESTARTED, str(os.getpid()), stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment, **_apart()
+        )
 
     def _orders(self, name: str, device: str) -> bytes:
         """What a process learns when there is work: the rest of its arguments, and secrets."""
-        arguments, environment = ["--name", name, "--threads", str(self._threads)], {TELLS_ID: "1"}
+        arguments, environment = ["--name", name, "--threads", str(self._threads)], dict[str, str]()
         if device and self._devices:
             arguments += ["--device", device]
         elif device and "W5XDE_DEVICE" not in os.environ:
@@ -343,11 +345,12 @@ class LocalWorkers:
             environment["W5XDE_JOIN"] = self._join
         else:
             arguments += ["--server", self._address]
+            environment |= {**dict.fromkeys(_OF_TLS, ""), "W5XDE_INSECURE": str(self._insecure).lower()}
             if self._token:
                 environment["W5XDE_TOKEN"] = self._token
         return json.dumps({"arguments": arguments, "environment": environment}).encode() + b"\n"
 
-    async def _run(self, name: str, device: str, words: deque[str]) -> int | None:
+    async def _run(self, name: str, device: str, words: WordReader, printed: deque[str]) -> int | None:
         """One process from start to end, as ``_ended`` says; cancelled, the process is ended first."""
         if self._prestarted:
             process = self._prestarted.popleft()
@@ -362,10 +365,17 @@ class LocalWorkers:
                 "worker %s has not joined %.0f s after it was told to: it imports the job, or hangs in that pid=%d",
                 name, _JOINS_S, process.pid,
             )  # fmt: skip
-        reading = asyncio.create_task(self._forward(process, name, words), name=f"read {name}")
+        reading = [
+            asyncio.create_task(self._hear(process, name, words), name=f"hear {name}"),
+            asyncio.create_task(self._forward(process, name, printed), name=f"read {name}"),
+        ]
+
+        def runs() -> None:
+            words.ran_at = asyncio.get_running_loop().time()
+
         try:
-            code = await _ended(process)
-            await asyncio.wait([reading], timeout=1.0)  # a grandchild may hold the pipe
+            code = await _ended(process, runs)
+            await asyncio.wait(reading, timeout=1.0)  # a grandchild may hold the pipes
             return code
         except asyncio.CancelledError:
             await self._stop(process)
@@ -375,7 +385,10 @@ class LocalWorkers:
                 _kill(process)
             if process.stdin is not None:
                 process.stdin.close()
-            reading.cancel()
+            for task in reading:
+                task.cancel()
+            if (transport := getattr(process, "_transport", None)) is not None:
+                transport.close()  # it would not close by itself while something else holds the process's pipes
             self._found(name)
             self._joined(name)
             self._ids.pop(name, None)
@@ -395,34 +408,41 @@ class LocalWorkers:
             _kill(process)
             await _ended(process)
 
-    async def _forward(self, process: Process, name: str, words: deque[str]) -> None:
-        """Its warnings and errors become our log lines; the rest is there in verbose mode, and after a crash."""
+    async def _hear(self, process: Process, name: str, words: WordReader) -> None:
         assert process.stdout is not None
-        while True:
-            try:
-                line = await process.stdout.readline()
-            except ValueError:  # a line without end: dropped
-                continue
-            if not line:
-                return
-            level, text = _parse(line.decode(errors="replace").rstrip("\r\n"))
-            if level is None and text.endswith(_END):
-                self._ending.add(name)
-                text = text.removesuffix(_END)
-                if not text:
-                    continue
-            before, found, worker_id = text.rpartition(_ID)  # before it: what the job has printed without a line end
-            if found and level is None:
-                self._told_id(name, worker_id)
-                text = before
-            if level is None:
-                if text or not found:
-                    words.append(text)
-            else:
+        loop = asyncio.get_running_loop()
+        while data := await process.stdout.read(_READ_BYTES):
+            words.feed(data, loop.time())
+        words.feed(b"", loop.time())
+        self._joined(name)  # or will not say by what id it has
+
+    async def _forward(self, process: Process, name: str, printed: deque[str]) -> None:
+        """Its warnings and errors become our log lines; the rest is there in verbose mode, and after a crash."""
+        assert process.stderr is not None
+        async for line in _lines(process.stderr):
+            level, text = _parse(line)
+            if level is not None:
                 logger.log(level, "worker %s: %s", name, text)
                 if level == logging.INFO:
                     continue
-                words.append(text)
+            printed.append(text)
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """What is printed there, line by line, as a terminal shows it in the end: of a bar, what followed its last \\r. Of
+    a line that is too long, its end."""
+    rest = b""
+    while data := await stream.read(_READ_BYTES):
+        *lines, rest = (rest + data).split(b"\n")
+        rest = rest[-_LINE_BYTES:]
+        for line in lines:
+            yield _shown(line)
+    if rest:
+        yield _shown(rest)
+
+
+def _shown(line: bytes) -> str:
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
 def _unstarted(error: OSError | LocalError) -> str:
@@ -430,11 +450,6 @@ def _unstarted(error: OSError | LocalError) -> str:
     if isinstance(error, LocalError):
         return f"cannot be started: {error}"
     return f"cannot be started: {sys.executable}: {error.strerror or error}"
-
-
-def telling(worker_id: str) -> str:
-    """The line in which a worker process says what its id is."""
-    return f"{_ID}{worker_id}\n"
 
 
 def _parse(line: str) -> tuple[int | None, str]:
@@ -468,16 +483,20 @@ def _say(process: Process, line: bytes) -> None:
         process.stdin.write(line)
 
 
-async def _ended(process: Process) -> int | None:
-    """Its exit code, once it has ended; None where code in this process has taken that (``os.wait``) or has the
-    kernel drop it (SIGCHLD is ignored): the event loop would never tell."""
+async def _ended(process: Process, runs: Callable[[], object] = lambda: None) -> int | None:
+    """Its exit code, once it has ended; until then ``runs`` is called each second or so. None where code in this
+    process has taken that (``os.wait``) or has the kernel drop it (SIGCHLD is ignored): the event loop would never
+    tell. Asyncio's own does not tell either while something else holds the process's pipes."""
     waiting = asyncio.ensure_future(process.wait())
     try:
         looks = 0
         while not waiting.done() and looks < 2:  # the loop may be about to tell
             await asyncio.wait([waiting], timeout=_LOOKS_S)
-            looks += _is_gone(process)
-        return waiting.result() if waiting.done() else None
+            if process.returncode is not None or _is_gone(process):
+                looks += 1
+            elif not waiting.done():
+                runs()
+        return waiting.result() if waiting.done() else process.returncode
     finally:
         waiting.cancel()
 

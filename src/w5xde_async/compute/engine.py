@@ -45,7 +45,7 @@ from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.compute.transfer import Lent, Transfer
 from w5xde_async.errors import LeafFailed, W5xdeError, shortened, utf8
 from w5xde_async.job import Job, StepFunction, build_model, step_function, trained_otherwise
-from w5xde_async.params.flat import FlatState, ResultVector
+from w5xde_async.params.flat import FlatState, ResultVector, add
 from w5xde_async.params.layout import Bucket, Layout, runs
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.sampler import seed_for
@@ -579,7 +579,7 @@ class Engine:
             self._cast((bucket,), block)
         pieces = [vector.buckets[bucket.index] for vector in block.open]
         for left, right in zip(reversed(pieces[:-1]), reversed(pieces[1:]), strict=True):
-            _add(left, right)
+            add(left, right)
         block.emitted.add(bucket.index)
         if self._keeps:
             block.emit(bucket.index, block.open[0])
@@ -590,7 +590,7 @@ class Engine:
         right = block.open.pop()
         for mine, theirs in zip(block.open[-1].groups, right.groups, strict=True):
             if mine is not None and theirs is not None:
-                _add(mine, theirs)
+                add(mine, theirs)
         self._pool.give(right)
 
     def _failure(self, block: Block, index: int, error: BaseException, refused: str = "") -> LeafError:
@@ -740,10 +740,3 @@ def _takes_all_rows(module: nn.Module) -> bool:
     """Whether the gradients of its parameters are dense, by what it is: one of torch's modules that look nothing up."""
     looks_up = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     return type(module).__module__.startswith("torch.nn.") and not looks_up
-
-
-def _add(left: Tensor, right: Tensor) -> None:
-    if left.dtype == torch.int64:
-        torch.maximum(left, right, out=left)
-    else:
-        left.add_(right)

@@ -26,7 +26,7 @@ from w5xde_async.facade.arguments import PORT, TEXT
 from w5xde_async.facade.neighbours import join_file_here
 from w5xde_async.facade.words import Words
 from w5xde_async.net.endpoint import format_address, parse_address, valid_host
-from w5xde_async.net.join import Invitation, read_secret_file
+from w5xde_async.net.join import Invitation, read_join_file
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.net.token import find_token
 from w5xde_async.runtime import loop_factory
@@ -217,7 +217,7 @@ _shown_by: list[logging.Handler] = []
 
 
 def tell(text: str) -> None:
-    """A line on stderr, above a bar that may be there."""
+    """A line on stderr, above the bar of a run that may be there."""
     writer_for(sys.stderr).write(wording.clean(text))
 
 
@@ -315,7 +315,7 @@ class Place:
         if self.found is None:
             return self.server
         try:
-            return read_secret_file(self.found, kind="join file")
+            return read_join_file(self.found).reveal()
         except UsageError:
             return self.server if self.plain or config.token else ""
 
@@ -336,11 +336,12 @@ def where_to_join(
     Raises UsageError for a bad address or join string.
     """
     given = None if address is None else _parsed(address, argument)
-    text, place = os.environ.get("W5XDE_JOIN", ""), "W5XDE_JOIN"
+    told: Invitation | None = None
     if named := join_file or os.environ.get("W5XDE_JOIN_FILE", ""):
-        text, place = read_secret_file(Path(named), kind="join file"), f"join file {named}"
-    if text:
-        told = Invitation.parse(text, place=place)
+        told = read_join_file(Path(named))
+    elif text := os.environ.get("W5XDE_JOIN", ""):
+        told = Invitation.parse(text, place="W5XDE_JOIN")
+    if told is not None:
         told = told if given is None else replace(told, host=given[0], port=given[1], also=())
         return Place(told.reveal(), format_address(told.host, told.port))
     host, port = given or default

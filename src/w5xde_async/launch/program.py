@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from w5xde_async.config import Parser, size, whole
 from w5xde_async.errors import UsageError, need
-from w5xde_async.launch.plan import Plan, name_of, not_of_the_run
+from w5xde_async.launch.plan import KEPT, Plan, name_of, not_of_the_run
 from w5xde_async.process import note, tell, without_loop
 
 _MEMORY = size("a size like 4GB or 16GiB, at least 64MiB", lambda n: n >= 64 << 20)
@@ -68,7 +68,10 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
 
 
 def _start(told: argparse.Namespace, plan: Plan, prog: str) -> int:
-    if unheeded := not_of_the_run(os.environ):
+    unheeded = not_of_the_run(os.environ)
+    if told.engine == "k8s":  # its machines have nothing of this one's environment
+        unheeded += [name for name in KEPT if os.environ.get(name)]
+    if unheeded:
         note(
             f"{prog}: the run does not heed {', '.join(unheeded)} of this environment: give flags, but for what launch "
             "says itself"

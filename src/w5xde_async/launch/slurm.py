@@ -61,7 +61,7 @@ def start(plan: Plan) -> int:
     if code:
         more = shlex.join(["bash", str(path), "grow", str(plan.workers)])
         note(
-            "not all was submitted: what Slurm has named above is in its queue (scancel NUMBER ends it); "
-            f"{more} submits the workers"
+            "not all was submitted. Where Slurm has named a job above, that is the coordinator (scancel NUMBER ends "
+            f"it): {more} submits the workers. If it has named none, nothing is in its queue: give this command again"
         )
     return code

@@ -27,8 +27,8 @@ from w5xde_async.config import (
 )
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError, need, utf8
-from w5xde_async.net.endpoint import parse_address
-from w5xde_async.net.join import Invitation, expanded, read_secret_file
+from w5xde_async.net.endpoint import is_no_address, parse_address
+from w5xde_async.net.join import Invitation, expanded, read_join_file
 from w5xde_async.settings.flags import Program, declared, read
 from w5xde_async.telemetry.progress import ProgressConfig
 from w5xde_async.updates.config import USED_BY, UpdateConfig
@@ -103,8 +103,9 @@ class CoordinatorSettings(Program):
     def derived(cls, values: Mapping[str, Any]) -> Mapping[str, object]:
         target = (values["job"] or "").rpartition(":")[0]
         stem = Path(target).stem if target.endswith(".py") else target.rpartition(".")[2]
-        found = (values["run_dir"].name if values["run_dir"] is not None else "") or stem or "run"
-        name = values["name"] or found[:MOST_NAMED]  # a directory may have a longer name
+        named = "" if values["run_dir"] is None else os.path.basename(os.path.abspath(values["run_dir"]))
+        found = [one[:MOST_NAMED] for one in (named, stem)]  # a directory may have a longer name
+        name = values["name"] or next(filter(NAME.holds, found), "run")
         workers, threads = max(values["workers"], 1), os.environ.get("OMP_NUM_THREADS", "")
         if threads.isdecimal() and threads.strip("0"):
             own = THREADS.value_at("OMP_NUM_THREADS", threads)
@@ -119,6 +120,15 @@ class CoordinatorSettings(Program):
         """What the environment or the [worker] table says of local workers' device; empty: they are dealt out."""
         device = str(self._of_workers().values["device"])
         return () if device == "auto" else (device,)
+
+    def require_certificates(self) -> None:
+        """Raises UsageError where local workers would not be let in."""
+        need(
+            not self.workers or self.values["tls_ca_file"] is None or self._of_workers().values["tls_cert"] is not None,
+            "--tls-ca-file asks every worker for a certificate, and those of --workers have none: give them one "
+            "(W5XDE_TLS_CERT and W5XDE_TLS_KEY, or tls_cert and tls_key below [worker] in the file of --config), or "
+            "leave out --workers and start each with --tls-cert and --tls-key",
+        )
 
     def _of_workers(self) -> WorkerSettings:
         """What local workers read of their settings beside their arguments. Raises UsageError."""
@@ -139,23 +149,27 @@ class CoordinatorSettings(Program):
         return config if told.island or told.island_member else config.with_own_workers()
 
     def without_effect(self) -> str:
-        """One line on what was given and the update rule does not use; "" where there is nothing to say.
+        """One line on what was given and is not used; "" where there is nothing to say.
 
         A default that was given says nothing: a file of ``--print-config`` has those of every rule.
         """
         known, rule = declared(type(self)), self.values["update"]
-        if rule == "auto":  # which may choose a rule that uses it
-            return ""
         given = {name for name in self.told if self.values[name] != known[name].default}
+        lines = [
+            f"{known[name].option} does nothing without {known[without].option}"
+            for name, without in _NEEDS.items()
+            if name in given and not self.values[without]
+        ]
+        if rule == "auto":  # which may choose a rule that uses it
+            return "; ".join(lines)
         update, found = self.make(UpdateConfig), dict[tuple[str, ...], list[str]]()
         for one in fields(update):
             if one.name in given and not update.uses(one.name):
                 found.setdefault(USED_BY[one.name], []).append(known[one.name].option)
         said = [f"{', '.join(options)} ({', '.join(rules)})" for rules, options in found.items()]
-        lines = [f"--update {rule} has no use for " + "; ".join(said)] if said else []
-        if "batch_patience" in given and self.values["target_batch"] is None:
-            lines.append("--batch-patience does nothing without --target-batch")
-        return "; ".join(lines)
+        if "feedback" in given and update.uplink_codec.exact:
+            lines.append(f"--no-feedback does nothing under --codec {update.codec}, which leaves nothing out")
+        return "; ".join([f"--update {rule} has no use for " + "; ".join(said)] * bool(said) + lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,20 +266,17 @@ class WorkerSettings(Program):
             with suppress(OSError):  # as for a name that is too long: it is told where it is read
                 if not expanded(self.join_file, "join file").exists():
                     return ""
-            place, text = f"join file {self.join_file}", read_secret_file(self.join_file, kind="join file")
-        elif self.join is not None:
-            place, text = "W5XDE_JOIN or --join", self.join
-        else:
-            assert self.server is not None
-            if "://" in self.server:  # every user of the machine reads arguments
-                raise UsageError(
-                    "--server takes host:port; put a join string into a file of mode 0600 and give --join-file, or "
-                    "into W5XDE_JOIN"
-                )
-            parse_address(self.server, place="--server")
-            return self.server
-        Invitation.parse(text, place=place)
-        return text
+            return read_join_file(self.join_file).reveal()
+        if self.join is not None:
+            return Invitation.parse(self.join, place="W5XDE_JOIN or --join").reveal()
+        assert self.server is not None
+        if is_no_address(self.server):  # every user of the machine reads arguments
+            raise UsageError(
+                "--server takes host:port; put a join string into a file of mode 0600 and give --join-file, or "
+                "into W5XDE_JOIN"
+            )
+        parse_address(self.server, place="--server")
+        return self.server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +319,8 @@ class TuningSettings(CoordinatorSettings):
     seconds: float = setting(3.0, "of each measurement; two for each size", TIME, "the run")
 
 
+#: Settings of a coordinator that do nothing without another.
+_NEEDS = {"batch_patience": "target_batch", "worker_threads": "workers", "data_dir": "workers"}
 #: Settings of a worker that only an island has a use for.
 _OF_ISLANDS = ("island_interface", "pp_schedule", "pp_stages", "checkpoint_activations")
 PROGRAMS: tuple[type[Program], ...] = (CoordinatorSettings, WorkerSettings)

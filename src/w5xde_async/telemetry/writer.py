@@ -4,9 +4,10 @@ A terminal that is paused, a pager and a log collector that stalls let a write s
 and paintings of bars go through one bounded queue to one thread for each stream, past Python's own buffer, whose lock
 it would hold meanwhile. Whoever writes a line waits a moment for it to leave, as long as that goes well: it may be the
 last that the process says, and what is printed next comes after it. What the queue cannot take, and what the stream has
-refused (a full disk), is left out, counted and told of as soon as there is room again. The thread ends when it has
-nothing to do. A stream that is no file's (a notebook's, one in memory), or before which somebody has put a ``write`` of
-his own, is written by the caller.
+refused (a full disk), is left out, counted and told of with what is written next, or at the end. The thread ends when
+it has nothing to do. A stream that is no file's (a notebook's, one in memory), or before which somebody has put a
+``write`` of his own, is written by the caller. Where somebody has made another standard error of its file, lines go
+there.
 
 Who ends a process calls ``flush``, which waits for the rest, but not for ever; Python's own end does. A process that
 was forked from one that writes does so after each line: it may end at any time, without a word.
@@ -18,6 +19,7 @@ import atexit
 import io
 import os
 import select
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -53,9 +55,8 @@ class Writer:
 
     def __init__(self, stream: TextIO, *, capacity: int = _CAPACITY, patience_s: float = _PATIENCE_S) -> None:
         """``capacity``: of the queue, in characters. One for each stream: ``writer_for``."""
-        self.stream = stream
-        self.encoding = getattr(stream, "encoding", None) or "utf-8"
-        self.unicode = self.encoding.lower().startswith("utf")
+        self._use(stream)
+        self._is_standard = stream is sys.stderr
         self.bars: list[Bar] = []  #: changed by what is given to ``call`` alone
         self.canvas = Canvas(self)
         self.left_out = left_out
@@ -65,6 +66,11 @@ class Writer:
         self._torn = False  # what has been written ends within a line
         self._forked = False
         self._begin()
+
+    def _use(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+        self.unicode = self.encoding.lower().startswith("utf")
 
     def _begin(self) -> None:
         self._writes = threading.RLock()  # guards the pieces
@@ -100,6 +106,9 @@ class Writer:
         reads again."""
         with self._changed:
             done = self._changed.wait_for(self._has_written, self._patience_s)
+            if done and self._refused:
+                self._enqueue(_nothing, 0)  # beside which it is told
+                done = self._changed.wait_for(self._has_written, self._patience_s)
             self._patience_s = self._most_s if done else 0.0
             if done and self._thread is not None:  # it has nothing to stay for
                 self._rests = True
@@ -110,6 +119,16 @@ class Writer:
         return not (self._writing or self._items)
 
     def _put(self, item: str | Callable[[], None], size: int) -> None:
+        if self._is_standard and sys.stderr is not self.stream and sys.stderr is not None and _is_dead(self.stream):
+            with _finding:
+                _writers.pop(id(self.stream), None)  # another one's, soon
+                self._use(sys.stderr)
+                _writers[id(self.stream)] = self
+        self._enqueue(item, size)
+        if self._forked:
+            self.flush()
+
+    def _enqueue(self, item: str | Callable[[], None], size: int) -> None:
         if _raw(self.stream) is None:
             if not self._has_written():  # before somebody came between
                 self.flush()
@@ -125,17 +144,18 @@ class Writer:
                 self._start()
             elif len(self._items) == 1:
                 self._changed.notify_all()
-        if self._forked:
-            self.flush()
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._work, name="w5xde-writer", daemon=True)
+        # It is there before it begins: what interrupts its start may write, too.
+        self._thread = thread = threading.Thread(target=self._work, name="w5xde-writer", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # there can be no more of them, or Python ends
-            self._write(*self._taken())
-        else:
-            self._thread = thread
+        except BaseException as error:
+            if not thread.is_alive():
+                self._thread = None
+            if not isinstance(error, RuntimeError):
+                raise
+            self._write(*self._taken())  # there can be no more of them, or Python ends
 
     def _taken(self) -> tuple[list[str | Callable[[], None]], int]:
         taken = self._items, self._too_many
@@ -179,10 +199,12 @@ class Writer:
             rest = self._out(f"\n{text}" if self._torn else text)[-len(text) :]
         if not rest:
             self._torn = False
+            _owing.discard(self)
             return
         lost = rest.count("\n") + sum(count - 1 for said, count in told.items() if said in rest)
         with self._changed:
             self._refused += lost
+        _owing.add(self)
 
     def _composed(self, items: list[str | Callable[[], None]]) -> str:
         self._composer = threading.get_ident()
@@ -280,6 +302,17 @@ def _reason(error: Exception) -> str:
     return f"standard error could not be written ({reason or error})"
 
 
+def _nothing() -> None:
+    """A change of no bar."""
+
+
+def _is_dead(stream: TextIO) -> bool:
+    try:
+        return stream.closed
+    except (ValueError, AttributeError) as error:
+        return isinstance(error, ValueError)  # detached
+
+
 def _raw(stream: TextIO) -> io.RawIOBase | None:
     """The file itself, where it is one and nobody has put his own ``write`` before it, to keep what is printed."""
     plain = getattr(type(stream), "write", None) is io.TextIOWrapper.write and "write" not in vars(stream)
@@ -289,6 +322,7 @@ def _raw(stream: TextIO) -> io.RawIOBase | None:
 
 
 _writers: WeakValueDictionary[int, Writer] = WeakValueDictionary()  # each keeps its stream, whose id is so no other's
+_owing: set[Writer] = set()  # who has to tell of lines that were refused is kept for that
 _finding = threading.RLock()
 
 
@@ -304,7 +338,9 @@ def writer_for(stream: TextIO) -> Writer:
 @atexit.register
 def flush_all() -> None:
     """``flush`` each. Blocking, for seconds at most."""
-    for writer in list(_writers.values()):
+    with _finding:
+        writers = list(_writers.values())
+    for writer in writers:
         writer.flush()
 
 

@@ -89,7 +89,7 @@ def reading_of(
         dataset=loader.dataset,
         batch_size=loader.batch_size,
         shuffle=shuffled,
-        drop_last=loader.drop_last,
+        drop_last=bool(loader.drop_last),  # which torch does not look at
         collate=None if loader.collate_fn is default_collate else loader.collate_fn,
         processes=processes,
         seed=seed,

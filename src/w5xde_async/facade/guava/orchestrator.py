@@ -270,7 +270,7 @@ class Orchestrator:
             shuffle=given.shuffle,
             drop_last=given.drop_last,
             evaluate=None if val_dataloader is None else lambda model: {"val_loss": _mean(step, model, val_dataloader)},
-            evaluate_every=given.steps_per_epoch if val_interval is None else val_interval,
+            evaluate_every=None if val_dataloader is None else val_interval or given.steps_per_epoch,
         )
 
     async def _train(self, job: Job, settings: CoordinatorConfig) -> RunResult:
