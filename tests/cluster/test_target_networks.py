@@ -341,3 +341,26 @@ async def test_an_optimizer_with_its_parameters_in_another_order_does_not_go_on(
     with pytest.raises(CheckpointMismatch, match="the parameters of the optimizer's group 0, or their order"):
         await train(lambda: job(backwards=True), run_dir=tmp_path / "run")
     assert (await train(job, run_dir=tmp_path / "run")).step == STEPS
+
+
+async def test_groups_that_a_hook_has_added_are_to_be_made_by_the_job(tmp_path: Path) -> None:
+    def make() -> Job:
+        def optimizer(model: Any) -> torch.optim.Optimizer:
+            first, *others = (parameter for parameter in model.parameters() if parameter.requires_grad)
+            made = torch.optim.SGD([first], lr=1e-2)
+
+            def add(*_: object) -> None:
+                if len(made.param_groups) == 1:
+                    made.add_param_group({"params": others})
+
+            made.register_step_post_hook(add)
+            return made
+
+        return replace(job(), optimizer=optimizer)
+
+    await train(make, run_dir=tmp_path / "run", max_steps=4)
+    said = (
+        r"the optimizer had 2 groups when its checkpoint was written and has 1 now: .* those too that a hook adds later"
+    )
+    with pytest.raises(CheckpointMismatch, match=said):
+        await train(make, run_dir=tmp_path / "run")

@@ -145,3 +145,18 @@ def test_a_new_version_is_taken_up() -> None:
     bench.merge.refresh([bench.names.index("mean"), bench.names.index("norm.weight")])
     bench.merge.restore()
     assert float(bench.model.mean[0]) == 9.0
+
+
+def test_all_that_forward_resized_are_named_and_have_their_shape_again_for_the_next_leaf() -> None:
+    bench = Bench()
+    for _ in range(2):
+        bench.merge.restore()
+        bench.model.mean.resize_(3).fill_(1.0)
+        bench.model.low.resize_(2).fill_(1)
+        with pytest.raises(
+            TypeError, match=r"buffer 'mean' from \[2\] to \[3\], 'low' from \[1\] to \[2\]; a buffer keeps"
+        ):
+            bench.leaf(1)
+    bench.merge.restore()
+    assert (bench.model.mean.tolist(), bench.model.low.tolist()) == ([1.0, 0.0], [-5])
+    assert bench.leaf(1) <= STATISTICS

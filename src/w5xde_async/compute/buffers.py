@@ -111,15 +111,7 @@ class BufferMerge:
         moved = [
             i for i in self.entries if i in self._silent or i in assigned or self._live[i]._version != self._versions[i]
         ]
-        for index in moved:
-            own, entry = self._live[index], self.layout.entries[index]
-            if index not in assigned and (resized := own.shape) != entry.shape:
-                with torch.no_grad():  # or the next leaf could not be begun
-                    own.resize_(entry.shape)
-                raise TypeError(
-                    f"forward resized buffer {entry.name!r} from {list(entry.shape)} to {list(resized)}; a buffer "
-                    "keeps its shape through a run: have the model's constructor run it once, as on a batch of zeros"
-                )
+        self._refuse_resized([index for index in moved if index not in assigned])
         with torch.no_grad():
             for indices in self._by_dtype(moved):
                 self._add(vector, indices, [assigned.get(i, self._live[i]) for i in indices], samples)
@@ -129,6 +121,22 @@ class BufferMerge:
         changed.update(moved)
         self._dirty.update(moved)
         self._unfinished = False
+
+    def _refuse_resized(self, indices: Sequence[int]) -> None:
+        """Give all that have another shape their own back, or the next leaf could not begin; then raise TypeError."""
+        said = []
+        for index in indices:
+            own, entry = self._live[index], self.layout.entries[index]
+            if (resized := own.shape) != entry.shape:
+                said.append(f"{entry.name!r} from {list(entry.shape)} to {list(resized)}")
+                with torch.no_grad():
+                    own.resize_(entry.shape)
+        if said:
+            more = f" and {len(said) - 3} more" if len(said) > 3 else ""
+            raise TypeError(
+                f"forward resized buffer {', '.join(said[:3])}{more}; a buffer keeps its shape through a run: have the "
+                "model's constructor run it once, on a batch like those of the run"
+            )
 
     def _add(self, vector: Sums, indices: Sequence[int], values: list[Tensor], samples: int) -> None:
         """Add one leaf's ``values`` of entries of one dtype."""

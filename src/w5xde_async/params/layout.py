@@ -351,7 +351,9 @@ def _role(name: str, tensor: Tensor, is_parameter: bool) -> str:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(f"tensor {name!r} is not dense ({tensor.layout}); only dense tensors can be trained here")
     if nn.parameter.is_lazy(tensor):
-        raise ValueError(f"tensor {name!r} is lazy and has no shape yet; run one forward pass before training")
+        raise ValueError(
+            f"tensor {name!r} is lazy and has no shape yet; run one forward pass where the job makes the model"
+        )
     if tensor.dtype.is_complex:
         raise ValueError(f"tensor {name!r} is {_dtype_name(tensor.dtype)}; store it as two real tensors")
     if tensor.dtype not in _DTYPES:

@@ -58,9 +58,13 @@ _CHANGE_ARGUMENTS = {
 _WRITE_INTO = {"out", "overwrite_input"}  # arguments by which functions of numpy write into others
 
 
+#: Attributes in which torch's optimizers hold the hooks of their steps.
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
 def has_hooks(optimizer: Any) -> bool:
     """Whether its steps call code of the user's."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    own = any(getattr(optimizer, name) for name in HOOKS)
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 

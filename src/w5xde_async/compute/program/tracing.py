@@ -240,6 +240,10 @@ def _changes_gradients(job: Job, model: nn.Module, batch: Any) -> bool:
 
 
 def _first_line(error: Exception) -> str:
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # a third of a second, at the start
+
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return "a branch, a size or a number of the step follows from data-dependent values, which no program can have"
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:300] if text else ''}"
 

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,10 @@ from w5xde_async.store.rundir import RunDir
 from w5xde_async.store.state import JSON, pack_state, unpack_state
 from w5xde_async.telemetry.recorder import recorded
 from w5xde_async.telemetry.records import number
+from w5xde_async.telemetry.wording import plural
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule
-from w5xde_async.updates.own_code import forgets, has_hooks
+from w5xde_async.updates.own_code import HOOKS, forgets, has_hooks
 from w5xde_async.updates.sync import SyncRule
 
 _SET_ASIDE = (
@@ -264,7 +264,8 @@ def _apply_all(
         )
     if replay.gap is not None:
         after, until = replay.gap.after, replay.gap.until
-        notes.append(f"steps {after + 1} to {until} are not in the journal (the disk failed) and are computed again")
+        steps = f"step {until} is" if until == after + 1 else f"steps {after + 1} to {until} are"
+        notes.append(f"{steps} not in the journal (the disk failed) and computed again")
     if differ:
         notes.append(
             f"{differ} of the replayed steps have another gradient norm than at first: another machine, thread count "
@@ -346,7 +347,14 @@ def _restore(
         raise CheckpointMismatch(where, f"{other}; {fresh}{begins if would else ''}")
     stepped = _stepped(spec, strategy)
     their_groups: Any = record.meta.get("stepped", stepped)  # older ones lack it
-    for group, (now, then) in enumerate(zip_longest(stepped, their_groups)):
+    if len(their_groups) != len(stepped):
+        raise CheckpointMismatch(
+            where,
+            f"the optimizer had {plural(len(their_groups), 'group')} when its checkpoint was written and has "
+            f"{len(stepped)} now: what it keeps of one parameter would be taken for another's. The job is to make all "
+            f"groups, those too that a hook adds later; {fresh}",
+        )
+    for group, (now, then) in enumerate(zip(stepped, their_groups, strict=True)):
         if now != then:
             raise CheckpointMismatch(
                 where,
@@ -412,7 +420,7 @@ def _forgotten(strategy: Strategy, beside: Sequence[str]) -> list[str]:
     scheduler = getattr(strategy.rule, "scheduler", None)
     has = ["the optimizer has step hooks"] if has_hooks(optimizer) else []
     for what, made in (("optimizer", optimizer), *(("scheduler", part) for part in parts_of(scheduler))):
-        if made is not None and (names := forgets(made)):
+        if made is not None and (names := [name for name in forgets(made) if name not in HOOKS]):
             has.append(f"the {what} has functions ({', '.join(names)[:100]}) that do more than compute")
     if beside:
         has.append(f"the optimizer changes attributes of its own ({', '.join(beside)[:200]}) with its steps")
