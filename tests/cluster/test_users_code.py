@@ -627,3 +627,16 @@ async def test_a_checkpoint_tells_what_it_has_not_and_so_does_a_resume(
         assert any("the optimizer changes made with its steps, which" in text for text in told) == counts
         begins = "the optimizer changes attributes of its own (made) with its steps: what they keep"
         assert any(begins in text for text in told) == (counts and max_steps == 8)
+
+
+async def test_a_model_of_which_a_checkpoint_would_lack_something_is_refused_by_name() -> None:
+    class Versioned(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"version": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    job = replace(jobs.mlp_sgd(), model=lambda: nn.Sequential(Versioned(2, 2)))
+    with pytest.raises(JobError, match=r"state_dict\(\) has '0\._extra_state', dict, no tensor, .*keep it in a buffer"):
+        await Coordinator(job, config=settings()).start()

@@ -782,3 +782,93 @@ def test_torchs_own_wait_for_nobody_and_hooks_count_as_somebodys_own() -> None:
         return made
 
     assert Bench(optimizer=hooked).rule.may_draw
+
+
+def freezes(model: nn.Module) -> None:
+    model[0].requires_grad_(False)  # type: ignore[index]
+
+
+def unfreezes(model: nn.Module) -> None:
+    model[1].weight.requires_grad_(True)  # type: ignore[index]
+
+
+def replaces(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def moves(model: nn.Module) -> None:
+    model[0].weight.data = model[0].weight.data.clone()  # type: ignore[index]
+
+
+def converts(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+def adds(model: nn.Module) -> None:
+    model.teacher = nn.Linear(2, 2)
+
+
+def adds_buffer(model: nn.Module) -> None:
+    model[0].register_buffer("mask", torch.ones(2))  # type: ignore[index]
+
+
+def removes(model: nn.Module) -> None:
+    del model[2]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("part", ["optimizer", "scheduler"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (freezes, "freezes '0.weight'"), (unfreezes, "unfreezes '1.weight'"), (replaces, "in the place of '0.weight'"),
+        (moves, "in the place of '0.weight'"), (converts, "in the place of '0.weight'"),
+        (adds, "adds 'teacher.weight' to"), (adds_buffer, "adds '0.mask' to"), (removes, "takes '2.weight' from"),
+    ],
+)  # fmt: skip
+def test_what_makes_the_optimizer_leaves_the_model_as_workers_make_it(
+    part: str, change: Callable[[nn.Module], None], said: str
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    model[1].weight.requires_grad_(False)
+    layout = Layout.of(model)
+    state = FlatState(layout)
+    state.copy_from(model)
+    state.adopt(model)
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(list(model.parameters()), 0.1)
+        if part == "optimizer":
+            change(model)
+        return made
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        change(model)
+        return torch.optim.lr_scheduler.StepLR(optimizer, 3)
+
+    job = Job(
+        model=lambda: model, dataset=TensorDataset(torch.zeros(4, 2)), step=lambda m, batch: m(batch[0]).sum(),
+        optimizer=optimizer, scheduler=scheduler if part == "scheduler" else None, batch_size=2, max_steps=1,
+    )  # fmt: skip
+    with pytest.raises(JobError, match=f"job {part}: its function .*{said}.*; do that in model="):
+        SyncRule.of(job, model, layout, state)
+
+
+def test_what_makes_the_optimizer_may_give_other_values_and_memory_of_its_own() -> None:
+    model = nn.Linear(2, 1)
+    layout = Layout.of(model)
+    state = FlatState(layout)
+    state.copy_from(model)
+    state.adopt(model)
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        nn.init.ones_(model.weight)  # type: ignore[arg-type]
+        model.load_state_dict({"weight": torch.full((1, 2), 2.0), "bias": torch.zeros(1)})
+        model.register_buffer("seen", torch.zeros(1), persistent=False)
+        return torch.optim.SGD(model.parameters(), 0.1)
+
+    job = Job(
+        model=lambda: model, dataset=TensorDataset(torch.zeros(4, 2)), step=lambda m, batch: m(batch[0]).sum(),
+        optimizer=optimizer, batch_size=2, max_steps=1,
+    )  # fmt: skip
+    SyncRule.of(job, model, layout, state)
+    assert state.views[0].tolist() == [[2.0, 2.0]]

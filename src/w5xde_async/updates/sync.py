@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from w5xde_async.errors import JobError, in_one_line
 from w5xde_async.job import Job, groups_in, has_rate, made_by, optimizers_in, parts_of, rate_of, trained_otherwise
 from w5xde_async.params.flat import FlatState, ResultVector, l2_norm, state_of
-from w5xde_async.params.layout import Layout
+from w5xde_async.params.layout import Layout, named_state
 from w5xde_async.params.reducer import Addends, add_into
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.randomness import has_drawn, random_state, seed_all
@@ -187,8 +187,11 @@ class SyncRule:
         model = model if on_device is None else on_device.model
         with random_state():
             seed_all(seed_for("update", job.seed, "begin"))
-            optimizer = _optimizer(job, model)
+            begun = _begun(model)
+            optimizer = _optimizer(job, model, begun)
             scheduler = _scheduler(job, optimizer)
+            if scheduler is not None:
+                _check_unchanged("scheduler", model, begun)
         return cls(
             list(state_of(model, layout)), layout, state, optimizer, scheduler=scheduler,
             clip=job.gradient_clip_val, on_device=on_device,
@@ -602,12 +605,48 @@ def _as_saved(loaded: Any, saved: Any) -> Any:
     return loaded
 
 
-def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+class _Begun(NamedTuple):
+    """A parameter or buffer as the model was made with it."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+    place: int
+    trained: bool
+
+
+def _begun(model: nn.Module) -> dict[str, _Begun]:
+    return {name: _Begun(t, t.dtype, t.data_ptr(), t.requires_grad) for name, t, _ in named_state(model)}
+
+
+def _check_unchanged(part: str, model: nn.Module, begun: Mapping[str, _Begun]) -> None:
+    """Raises JobError where what makes the optimizer or the scheduler (``part``) has changed more of the model than
+    values: workers call ``model`` alone, so that the one would be trained and the other stepped."""
+    now = _begun(model)
+    for name in dict.fromkeys((*begun, *now)):
+        before, after = begun.get(name), now.get(name)
+        if before is None:
+            what = f"adds {name!r} to the model"
+        elif after is None:
+            what = f"takes {name!r} from the model"
+        elif after.tensor is not before.tensor or after[1:3] != before[1:3]:
+            what = f"puts another tensor, or other memory, in the place of {name!r}"
+        elif after.trained != before.trained:
+            what = f"{'freezes' if before.trained else 'unfreezes'} {name!r}"
+        else:
+            continue
+        raise JobError(
+            part, f"its function {what}; workers, which call model= alone, would compute with another model",
+            "do that in model=",
+        )  # fmt: skip
+
+
+def _optimizer(job: Job, model: nn.Module, begun: Mapping[str, _Begun]) -> torch.optim.Optimizer:
     wanted = _written(job.optimizer, torch.optim.Optimizer, "torch.optim.SGD")
     hint = f"write optimizer=lambda model: {wanted}(model.parameters(), lr=...)"
     made = _made("optimizer", job.optimizer, model, hint)
     if not isinstance(made, torch.optim.Optimizer):
         raise JobError("optimizer", f"returned {type(made).__name__}, not a torch.optim.Optimizer", hint)
+    _check_unchanged("optimizer", model, begun)
     name = type(made).__name__
     if isinstance(made, torch.optim.LBFGS) or _needs_closure(made):
         raise JobError("optimizer", f"{name} evaluates the loss several times a step", "use one without a closure")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import flatten
@@ -117,6 +117,12 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step
     """
     _check_dataset(job)
     model = build_model(job)
+    for name, held in model.state_dict().items():
+        if not isinstance(held, Tensor):
+            raise JobError(
+                "model", f"its state_dict() has {name!r}, {type(held).__name__}, no tensor, which no checkpoint keeps",
+                "keep it in a buffer; what never changes need not be in a state_dict",
+            )  # fmt: skip
     if any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
         raise JobError("model", "it lies on an accelerator", "build it on the CPU; workers move their copy themselves")
     job, leaves_by, counted = with_leaf_size(job, model, grows=config.target_batch is not None)
