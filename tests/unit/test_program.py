@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import random
 import threading
 import warnings
@@ -22,6 +23,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import ComputedBlock, LeafSpec, Task
 from w5xde_async.compute.engine import Engine
+from w5xde_async.compute.program.converting import users_line
 from w5xde_async.compute.program.form import Document, Program, encode, parse
 from w5xde_async.compute.program.interpreter import fits
 from w5xde_async.compute.program.program_job import ProgramJob, ProgramStep
@@ -143,6 +145,15 @@ def test_what_depends_on_values_is_not_traced_and_the_line_is_named() -> None:
     line = next(number for number, code in enumerate(text, start=1) if code.endswith("# the line that is named"))
     assert caught.value.where == f"test_program.py:{line}"
     assert "data-dependent" in caught.value.reason
+
+
+def test_no_line_of_pythons_own_library_is_named_for_the_jobs() -> None:
+    """The code of a notebook, or of ``exec``, has no file."""
+    thread = (concurrent.futures.thread.__file__, "58")
+    assert users_line([thread, ("<string>", "3")]) == ""
+    assert users_line([thread, ("/home/me/job.py", "3"), (torch.nn.__file__, "4")]) == "job.py:3"
+    installed = str(Path(concurrent.futures.thread.__file__).parents[2] / "site-packages" / "model.py")
+    assert users_line([thread, (installed, "5")]) == "model.py:5"
 
 
 class Counting(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from w5xde_async.errors import W5xdeError
 from w5xde_async.params.flat import bytes_of
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(w5xde_async.__file__).parent))
+_PYTHONS = sysconfig.get_path("stdlib")  # where packages may be installed, too
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -290,7 +292,11 @@ def frames_of(trace: str) -> list[tuple[str, str]]:
 
 
 def users_line(frames: Sequence[tuple[str, str]]) -> str:
-    users = [(file, line) for file, line in frames if not file.startswith((*_OURS, "<"))]
+    users = [
+        (file, line)
+        for file, line in frames
+        if not file.startswith((*_OURS, "<")) and (not file.startswith(_PYTHONS) or "-packages" in file)
+    ]
     return f"{Path(users[-1][0]).name}:{users[-1][1]}" if users else ""
 
 
