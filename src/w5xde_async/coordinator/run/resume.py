@@ -264,8 +264,8 @@ def _apply_all(
         )
     if replay.gap is not None:
         after, until = replay.gap.after, replay.gap.until
-        steps = f"step {until} is" if until == after + 1 else f"steps {after + 1} to {until} are"
-        notes.append(f"{steps} not in the journal (the disk failed) and computed again")
+        steps, are = (f"step {until}", "is") if until == after + 1 else (f"steps {after + 1} to {until}", "are")
+        notes.append(f"{steps} {are} not in the journal (the disk failed) and {are} computed again")
     if differ:
         notes.append(
             f"{differ} of the replayed steps have another gradient norm than at first: another machine, thread count "
