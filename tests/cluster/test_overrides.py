@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -177,6 +178,19 @@ async def test_only_a_job_that_was_changed_is_told_so(
         assert re.findall("the checkpoint's (.*counts, not the job's .*)", said) == told
     _, said = await run(began, tmp_path, max_steps=5)
     assert "counts, not" not in said
+
+
+async def test_a_scheduler_that_counts_anything_begins_as_fast_as_others(tmp_path: Path) -> None:
+    class Counts(lr_scheduler.LRScheduler):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.seen = Counter({"a": 1 << 40, 2: 3, 1: 1})
+            super().__init__(optimizer)
+
+        def get_lr(self) -> Any:
+            return list(self.base_lrs)
+
+    result, _ = await run(job(Counts), tmp_path, max_steps=2)
+    assert result.step == 2
 
 
 async def test_a_schedule_that_is_over_is_made_longer(tmp_path: Path) -> None:

@@ -466,6 +466,91 @@ async def test_who_sends_far_too_much_of_blocks_and_leaves_them_to_others_is_put
         assert run.applied() == {float(run.training.version)}
 
 
+@pytest.mark.parametrize("codec", ["topk:0.1", ""])
+async def test_who_halves_for_lack_of_memory_and_loses_its_line_is_not_put_out_for_what_pieces_give(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+):
+    """In smaller pieces the job gives NaN, as a deviation over single samples is; also where no two are compared."""
+    job = of_pairs()
+    monkeypatch.setattr(scripted_workers, "job", lambda: job)
+    own = Own()
+    own.halved = math.nan
+    async with judged(min_workers=3, recomputation=own, update=UpdateConfig(codec=codec or "raw")) as run:
+        own.run = run
+        a, b, c = [await run.worker(name) for name in "abc"]
+        await work(a, b, c, until=lambda: run.training.version >= 1)
+        a.splits, a.value = 1, math.nan
+        finisher, again = await begun_by(a, b, c)
+        await finisher.compute(again)
+        await work(b, c, until=lambda: run.training.version >= 2)
+        assert verdicts(finisher)[again.lease] is VerdictCode.REJECTED
+        assert quarantined(run) == []
+        assert run.applied() == {float(run.training.version)}
+
+
+@pytest.mark.parametrize("off", [1e-6, 3e-5, 3e-4])
+async def test_of_what_one_halved_and_an_equal_one_finished_nobody_says_that_bits_differ(
+    off: float, monkeypatch: pytest.MonkeyPatch
+):
+    job = of_pairs()
+    monkeypatch.setattr(scripted_workers, "job", lambda: job)
+    own = Own()
+    own.halved = 1.0 + off
+    async with judged(min_workers=3, recomputation=own) as run:
+        own.run = run
+        a, b, c = [await run.worker(name) for name in "abc"]
+        await work(a, b, c, until=lambda: run.training.version >= 1)
+        a.splits, a.value = 1, own.halved
+        finisher, again = await begun_by(a, b, c)
+        monkeypatch.setattr(Auditor, "draw", lambda *_: True)
+        await finisher.compute(again)
+        await work(b, c, until=lambda: run.training.version >= 2)
+        assert quarantined(run) == []
+        said = [event.text for event in run.events if isinstance(event, Warned)]
+        assert not [text for text in said if "differ" in text or "other last bits" in text or "something else" in text]
+
+
+async def test_a_steps_small_last_leaf_is_computed_in_all_pieces_that_its_worker_may_have_made(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """It is the job's microbatch that is halved: once leaves two samples together, and twice does not."""
+    job = dataclasses.replace(scripted_workers.job(), batch_size=6, microbatch_size=4)
+    monkeypatch.setattr(scripted_workers, "job", lambda: job)
+    tried: list[int] = []
+
+    class Twice(Own):
+        async def recompute(self, plan: Any, block: Block, splits: int = 0) -> ReferenceResult:
+            tried.append(splits)
+            self.halved = 1.5 if splits == 2 else 1.0
+            return await super().recompute(plan, block, splits)
+
+    own = Twice()
+    async with judged(min_workers=2, recomputation=own) as run:
+        own.run = run
+        block = SimpleNamespace(other=None)
+        block.held = SimpleNamespace(block=Block(1, 2))
+        monkeypatch.setattr(run.training.verification, "_is_held", lambda *_: True)
+        a = await run.worker("a")
+        await until(lambda: run.training.aggregator.step is not None)
+        assert a is not None
+        pieces = run.training.verification._in_other_pieces(block, 0)  # type: ignore[arg-type]
+        assert [found.splits async for found in pieces if found is not None] == tried == [1, 2]
+
+
+async def test_who_sent_what_is_too_large_is_told_by_what_is_beyond_and_not_by_what_is_large():
+    """One large bucket as it is to be, and many small ones of another worker, each ninety times as large."""
+    async with judged() as run:
+        judge, many = run.training.verification, 199
+        judge._roles = dict.fromkeys(range(many + 1), "grad")
+        suppliers = {number: "liar" if number else "honest" for number in range(many + 1)}
+        held = HeldBlock(1, Block(0, 1), "honest", Why.NORM, suppliers)
+        sent = {number: 0.9 if number else 1.0 for number in suppliers}
+        block = SimpleNamespace(held=held, hands={"liar", "honest"}, norms=sent, samples=1)
+        sizes = {"grad": verification.Size(math.hypot(*sent.values()), None)}
+        gives = {number: 0.01 if number else 1.0 for number in suppliers}
+        assert judge._who_sent_more(block, sizes, gives) == "liar"  # type: ignore[arg-type]
+
+
 async def begun_by(worker: Scripted, *others: Scripted) -> tuple[Scripted, Lease]:
     """``worker`` sends one bucket of an open lease, and is gone. Who of the others is to finish it, by which lease."""
     run = worker.run

@@ -124,7 +124,8 @@ class Run:
         prepared, made = self.prepared, job()
         self.start = [view.clone() for view in prepared.spec.state.views]
         welcome = Welcome(
-            prepared.spec.run_id, "scripted", term, made.seed, made.precision, 1, 1, self.config.bucket_bytes,
+            prepared.spec.run_id, "scripted", term, made.seed, made.precision, made.microbatch_samples, 1,
+            self.config.bucket_bytes,
             prepared.spec.layout.fingerprint, self.config.heartbeat_s, self.config.silence_s,
         )  # fmt: skip
         loader = Loader(

@@ -706,3 +706,18 @@ async def test_why_a_certificate_was_refused_is_read_though_hello_could_not_be_s
     closed: Any = Closed()
     with pytest.raises(LinkLost, match="CERTIFICATE_REQUIRED"):
         await prove_each_other(closed, token="secret")
+
+
+def test_one_broken_link_makes_those_that_are_lost_later_no_faster(let_in: Any) -> None:
+    """The time for broken links is used up, and whoever is let in loses the line at once, again and again."""
+
+    async def main(lets: Lets) -> None:
+        await lets.link(0.5)
+        for _ in range(60):
+            await lets.link(0.2, broke="")
+        began = lets.world.loop.time()
+        for _ in range(20):
+            await lets.link(0.2, broke="")
+        assert lets.world.loop.time() - began > 20 * 10.0
+
+    let_in(main)

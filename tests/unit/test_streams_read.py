@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -428,6 +430,39 @@ def test_a_record_that_cannot_be_decoded_once_is_decoded_again(draws: bool, capl
     assert "(OSError: away); decoded once more it was there" in caplog.records[0].getMessage()
     with pytest.raises(ValueError, match="corrupt"):
         reader.read(in_order_of(13)[-1:])
+
+
+def opened(text: bytes) -> io.BytesIO:
+    return io.BytesIO(text)
+
+
+def row(text: bytes) -> Iterator[float]:
+    return map(float, text.split())
+
+
+def entry(text: bytes) -> dict[str, bytes]:
+    return {"image": text}
+
+
+@pytest.mark.parametrize(
+    ("record", "decode"),
+    [
+        (opened, lambda file: [float(one) for one in file.read().split()]),
+        (row, list),
+        (entry, lambda made: [float(one) for one in made.pop("image").split()]),
+    ],
+)
+def test_what_the_first_attempt_has_used_up_or_changed_is_not_decoded_again(
+    record: Any, decode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of what is left of it another sample would be made, and another error."""
+    stream = ShardedStream([[b"1 2 3", b"4 x 6 7", b"8"]], open=partial(map, record), decode=decode)
+    iterator = iter(stream)
+    assert next(iterator) == [1.0, 2.0, 3.0]
+    with pytest.raises(ValueError, match="could not convert string to float"):
+        next(iterator)
+    assert next(iterator) == [8.0]
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("draws", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import PurePath
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -132,7 +133,9 @@ class _Iteration:
         raise StopIteration
 
     def _decoded(self, record: Any, place: str) -> Any:
-        """A record is at fault only if it raises a second time, as a sample is that is read by index."""
+        """A record that cannot change is at fault only if it raises a second time, as a sample is that is read by
+        index. Others may be used up by the first attempt, as a file is, or changed: of what is left of them another
+        sample would be made."""
         assert self._decode is not None
         try:
             with users_code():
@@ -140,6 +143,9 @@ class _Iteration:
         except MemoryError:
             raise
         except Exception as error:
+            if not _never_changes(record):
+                error = noted(error, place)
+                raise error
             why = utf8(f"{type(error).__name__}: {error}"[:200])
         try:
             with users_code():
@@ -153,3 +159,10 @@ class _Iteration:
 
     def _place(self, turn: int, offset: int) -> str:
         return f"at record {offset} of shard {self._shards[turn]!r:.200}"
+
+
+def _never_changes(record: object) -> bool:
+    """Whether decoding it leaves it as it is, whatever it does."""
+    if type(record) is tuple:
+        return all(map(_never_changes, record))
+    return record is None or type(record) in (bool, bytes, complex, float, int, str) or isinstance(record, PurePath)

@@ -83,10 +83,19 @@ def _is_plain(value: object) -> bool:
 
 
 def _as_text(value: object) -> str:
-    text = str(sorted(value.elements()) if isinstance(value, Counter) else value)
+    if isinstance(value, Counter):  # milestones; a count may be of anything, and large
+        once = all(count == 1 for count in value.values())
+        value = sorted(value if once else value.items(), key=_order)
+    text = str(value)
     if len(text) <= _MOST_SHOWN:
         return text
     return f"{text[:_MOST_SHOWN]}... ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"
+
+
+def _order(value: Any) -> tuple[bool, Any]:
+    """Numbers by size, and whatever else after them."""
+    is_number = isinstance(value, int | float)
+    return not is_number, value if is_number else repr(value)
 
 
 def _set_group(optimizer: torch.optim.Optimizer, scheduler: Any, key: str, value: float) -> list[float]:

@@ -144,7 +144,9 @@ class SyncTraining:
         )  # fmt: skip
         self.verification = Verification(
             shared, auditor=Auditor(context.checks.audit, context.random_bytes(32)), pacing=self.pacing,
-            numerics=Numerics(greeting.message.precision, update.uplink_codec.exact),
+            numerics=Numerics(
+                greeting.message.precision, update.uplink_codec.exact, greeting.message.microbatch_size
+            ),
         )  # fmt: skip
         receive = ReceiveBuffers(layout, update.uplink_codec)
         self.results = Results(shared, self.scheduler, self.verification, receive)

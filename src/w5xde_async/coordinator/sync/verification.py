@@ -11,7 +11,7 @@ everything else runs on the event loop's thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -84,10 +84,12 @@ class Machine(NamedTuple):
 
 
 class Numerics(NamedTuple):
-    """How results are computed and written. ``exact``: two honest results of a block are alike, in no lossy codec."""
+    """How results are computed and written. ``exact``: two honest results of a block are alike, in no lossy codec.
+    ``microbatch``: the job's samples of one, which a worker that lacks memory halves."""
 
     precision: str
-    exact: bool = True
+    exact: bool
+    microbatch: int
 
 
 @dataclass(eq=False, slots=True)
@@ -122,7 +124,11 @@ class FinishedBlock:
 
     def is_vouched_for(self, what: Deviation) -> bool:
         """Whether it is known how what differs most was computed: said, or sent, under the lease that is done."""
-        supplier = None if what.words else self.suppliers.get(what.bucket)
+        return bool(what.words) or self.is_said(what.bucket)
+
+    def is_said(self, bucket: int) -> bool:
+        """Whether who is done with the lease has sent this bucket, or says that there is none."""
+        supplier = self.suppliers.get(bucket)
         return supplier is None or supplier.lease == self.grant.lease
 
 
@@ -160,7 +166,8 @@ class Verification:
         self.active = gate is not None or auditor.config.fraction > 0
         self._layout, self._ledger, self._store = context.run.layout, context.ledger, context.store
         self._context, self._auditor, self._recomputation = context, auditor, context.recomputation
-        self._precision, self._exact, self._pacing = numerics.precision, numerics.exact, pacing
+        self._precision, self._exact, self._microbatch = numerics
+        self._pacing = pacing
         self._machines: dict[str, Machine] = {}  # of every member
         self._seen: dict[str, _Seen] = {}  # also of workers that have left: what they sent may be judged later
         self._departed = Departed(_REMEMBERED)  # of these, who have left
@@ -599,7 +606,8 @@ class Verification:
         first, second = block.origin, self._of_second(held, other, drew=other.drew)
         both_drew = first.drew and second.drew
         self._draws |= both_drew and self._apart(held.second, held)
-        equal_cpus = equal and self._seen[held.second].machine.device == "cpu" and first.splits == second.splits
+        like_pieces = first.splits == second.splits and all(map(block.is_said, block.suppliers))
+        equal_cpus = equal and self._seen[held.second].machine.device == "cpu" and like_pieces
         tolerance = self._tolerance(equal_cpus=equal_cpus)
         agreed = between.relative <= tolerance
         alike = first.is_like(second)
@@ -735,7 +743,7 @@ class Verification:
         truth = self._own(reference.splits, drew=reference.drew)
         alike = truth.is_like(block.origin._replace(drew=True))  # whether it drew, the coordinator has seen itself
         if not self._exact or not alike:
-            return self._beside_an_unlike_one(block, reference, alike=alike)
+            return await self._beside_an_unlike_one(block, reference, alike=alike)
         mine = self._store.pieces(held.block)
         own = await self._run(lambda: self._distance(mine, frozenset(block.suppliers), block.done, reference))
         second = None
@@ -765,22 +773,12 @@ class Verification:
         not said how often it had halved its microbatches: that was not ``splits`` times."""
         if block.is_vouched_for(own):
             return False
-        held, step, words, recomputation = block.held, self._context.aggregator.step, block.other, self._recomputation
+        held = block.held
         assert held is not None
-        assert step is not None
-        assert recomputation is not None
         lease = block.suppliers[own.bucket].lease
         part = [bucket for bucket, supplier in block.suppliers.items() if supplier.lease == lease]
-        largest = max(step.plan.samples_in(leaf, leaf + 1) for leaf in range(*held.block))
-        for halvings in range((largest - 1).bit_length() + 1):
-            if halvings == splits:
-                continue
-            reference = await recomputation.recompute(step.plan, held.block, halvings)
-            if not self._is_held(block, words):
-                return True
-            if reference is None and recomputation.refused:
-                continue  # by the job: nobody has computed it so
-            if reference is None or reference.splits != halvings:
+        async for reference in self._in_other_pieces(block, splits):
+            if reference is None:
                 return True  # nobody knows
             pieces, sent = [*reference.vector.buckets], self._store.pieces(held.block)
             for bucket in part:
@@ -792,6 +790,25 @@ class Verification:
             if found.relative <= self._tolerance(equal_cpus=False):
                 return True
         return False
+
+    async def _in_other_pieces(self, block: FinishedBlock, splits: int) -> AsyncIterator[ReferenceResult | None]:
+        """What the block gives where microbatches are halved otherwise than ``splits`` times. None, as the last: that
+        cannot be computed here, or the block is held no longer."""
+        held, step, words, recomputation = block.held, self._context.aggregator.step, block.other, self._recomputation
+        assert held is not None
+        assert step is not None
+        assert recomputation is not None
+        # The job's microbatch is halved, also for a leaf that has fewer samples: a step's last.
+        for halvings in range((self._microbatch - 1).bit_length() + 1):
+            if halvings == splits:
+                continue
+            reference = await recomputation.recompute(step.plan, held.block, halvings)
+            if reference is None and recomputation.refused and self._is_held(block, words):
+                continue  # by the job: nobody has computed it so
+            if reference is None or reference.splits != halvings or not self._is_held(block, words):
+                yield None
+                return
+            yield reference
 
     def _tell_of_differences(
         self, held: HeldBlock, between: Deviation, own: Deviation, second: Deviation | None
@@ -816,7 +833,8 @@ class Verification:
 
     def _named(self, worker: str) -> str:
         sessions = self._context.phase.roster.sessions
-        return repr(sessions[worker].name) if worker in sessions else "a worker"
+        known = self._context.phase.roster.contributions.name_of
+        return repr(sessions[worker].name if worker in sessions else known(worker) or worker)
 
     async def _second_distance(self, theirs: Sequence[Tensor], words: Done, reference: ReferenceResult) -> Deviation:
         present = frozenset(range(len(self._layout.result_buckets))) - set(words.absent)
@@ -830,10 +848,12 @@ class Verification:
         """Of what the coordinator computes."""
         return Origin(self._own_kind, splits, drew)
 
-    def _beside_an_unlike_one(self, block: FinishedBlock, reference: ReferenceResult, *, alike: bool) -> Ruling:
+    async def _beside_an_unlike_one(
+        self, block: FinishedBlock, reference: ReferenceResult, *, alike: bool
+    ) -> Ruling | None:
         """An odd result in a lossy codec or, where not ``alike``, with other random numbers in it, beside what the
-        block gives without the codec and with the coordinator's numbers."""
-        held, pieces = block.held, reference.vector.buckets
+        block gives without the codec and with the coordinator's numbers. None: the block is held no longer."""
+        held, words, pieces = block.held, block.other, reference.vector.buckets
         assert held is not None
         found = {b: weighed(pieces[b], self._roles[b]) for b in reference.present if b in self._floats}
         norms = {bucket: norm for bucket, (norm, _) in found.items()}
@@ -844,7 +864,17 @@ class Verification:
                 return not math.isfinite(block.norms[bucket])
             return bucket not in found or found[bucket][1] is None
 
-        odd = list(filter(is_odd, block.not_finite))
+        # First what was sent under the lease that is done: how that was computed is known.
+        odd = sorted(filter(is_odd, block.not_finite), key=lambda bucket: not block.is_said(bucket))
+        if odd and finite and alike and not block.is_said(odd[0]):
+            async for other in self._in_other_pieces(block, reference.splits):
+                norms_there = (
+                    [] if other is None else [weighed(other.vector.buckets[b], self._roles[b])[0] for b in odd]
+                )
+                if not all(map(math.isfinite, norms_there or [math.nan])):
+                    if not self._is_held(block, words):
+                        return None
+                    return self._rule(block, Discard("in smaller pieces, perhaps its sender's, it is not finite"))
         may_overflow = self._precision == "fp16" and block.origin.kind != self._own_kind
         strikes, size, worker, in_a_row = 0, "", held.worker, True
         if finite and not (odd and (alike or may_overflow)):
@@ -856,7 +886,7 @@ class Verification:
             elif odd or not (honest_loss or all(map(math.isfinite, block.done.losses))):
                 size = "not finite, unlike"
                 worker = held.said_by(odd[0]) if odd else held.worker
-            elif larger := self._who_sent_more(block, sizes, true):
+            elif larger := self._who_sent_more(block, sizes, norms):
                 size, worker = "far larger than", larger
             if size:
                 strikes = self._strike(worker, in_a_row=in_a_row)
@@ -874,13 +904,19 @@ class Verification:
             ),
         )  # fmt: skip
 
-    def _who_sent_more(self, block: FinishedBlock, sizes: Mapping[str, Size], true: Mapping[str, float]) -> str:
-        """Who sent the most of what is larger than it may be of a gradient of the ``true`` sizes, "" where none is."""
+    def _who_sent_more(self, block: FinishedBlock, sizes: Mapping[str, Size], true: Mapping[int, float]) -> str:
+        """Who sent the most beyond what the block gives, whose buckets have the ``true`` norms, where one of the
+        ``sizes`` is larger than that worker's may be; "" where none is."""
         assert block.held is not None
-        may_be = {worker: self._with_carried(worker, true) for worker in block.hands}
+        by_role = self._mean_norms(true, block.samples)
+        may_be = {worker: self._with_carried(worker, by_role) for worker in block.hands}
         for role, size in sizes.items():
-            of_role = [bucket for bucket in block.norms if self._roles[bucket] == role]
-            worker = block.held.said_by(max(of_role, key=block.norms.__getitem__))
+            beyond: dict[str, float] = {}
+            for bucket, norm in block.norms.items():
+                if self._roles[bucket] == role:
+                    sender = block.held.said_by(bucket)
+                    beyond[sender] = beyond.get(sender, 0.0) + norm**2 - true.get(bucket, 0.0) ** 2
+            worker = max(beyond, key=beyond.__getitem__)
             if is_far_larger({role: size}, may_be[worker]):
                 return worker
         return ""

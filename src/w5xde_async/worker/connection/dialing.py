@@ -242,8 +242,8 @@ class Dialer:
             raise self.unreachable(self.config.connect_timeout_s)
         if self._failed_links:
             pause_s = _pause_s(self._failed_links, self._jitter)
-            if self._breaks:
-                pause_s = min(pause_s, max(left_s, 0.0))
+            if self._breaks and left_s > 0:  # once it is used up, links that are merely lost are waited for as ever
+                pause_s = min(pause_s, left_s)
                 self._breaking_s += pause_s
             await asyncio.sleep(pause_s)
         return await self._again_and_again(self._try_to_join)
