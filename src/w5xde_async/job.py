@@ -474,16 +474,42 @@ def build_model(job: Job, *, replica: bool = False) -> nn.Module:
     A module is trained in place by the coordinator; a ``replica`` is a copy of it, for a worker in the same process.
     Raises JobError where a copy would compute other gradients.
     """
+    return in_train_mode(model_as_given(job, replica=replica))
+
+
+def model_as_given(job: Job, *, replica: bool = False) -> nn.Module:
+    """``build_model``, in the modes that it is given in."""
     if isinstance(job.model, nn.Module):
         require_copyable(job.model)
-        return _in_train_mode(copied_model(job.model) if replica else job.model)
-    return _in_train_mode(made_model(job.model, job.seed))
+        return copied_model(job.model) if replica else job.model
+    return made_model(job.model, job.seed)
 
 
-def _in_train_mode(model: nn.Module) -> nn.Module:
+def in_train_mode(model: nn.Module) -> nn.Module:
     hints = {"train() is not supported": "give the module itself, not what torch.export has made of it"}
     with _as_job_errors("model", f"{type(model).__name__}.train()", hints=hints):
         return model.train()
+
+
+def lost_modes(model: nn.Module) -> str | None:
+    """What to say where parts of ``model`` are in eval mode, as somebody leaves them who freezes them, and ``train``
+    puts them into training mode. Raises JobError as ``in_train_mode`` does.
+    """
+    modes = {name: module.training for name, module in model.named_modules()}
+    if not model.training or all(modes.values()):  # as it was loaded: all is to be trained
+        return None
+    in_train_mode(model)
+    lost = [name for name, module in model.named_modules() if module.training and not modes.get(name, True)]
+    for name, module in model.named_modules():
+        module.training = modes.get(name, module.training)
+    first = [name for name in lost if name.rpartition(".")[0] not in lost]  # not the parts of a part
+    if not first:
+        return None
+    return (
+        f"{', '.join(first)[:200]} {'is' if len(first) == 1 else 'are'} in eval mode, and a step begins in training "
+        "mode, as model.train() gives it: to keep it so, have train() of the model's class switch it off "
+        "(docs/own-model.md)"
+    )
 
 
 def replica_of(job: Job, model: nn.Module) -> nn.Module:

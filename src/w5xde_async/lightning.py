@@ -60,6 +60,9 @@ def job_of(
     """
     for given, has, wanted in ((trainer, "fit", "Trainer"), (model, "training_step", "LightningModule")):
         _need(hasattr(given, has), "lightning.job_of", f"it is given a {type(given).__name__}", f"give a {wanted}")
+    compiled = isinstance(inner := getattr(model, "_orig_mod", None), nn.Module)
+    if compiled:  # which has none of the module's own methods to see
+        model = inner
     if hasattr(train_dataloaders, "train_dataloader"):  # as fit takes one
         train_dataloaders, datamodule = None, train_dataloaders
     data = datamodule if datamodule is not None else model
@@ -107,7 +110,7 @@ def job_of(
         collate=loader.collate_fn,
         optimizer=optimizer,
         scheduler=None if schedule is None else lambda optimizer: vars(optimizer).pop("schedule"),
-        step=_step,
+        step=_step(frozenset(name for name, module in model.named_modules() if not module.training)),
         batch_size=batch_size,
         microbatch_size=loader.batch_size,
         max_steps=min(ends, default=None),
@@ -120,7 +123,10 @@ def job_of(
         evaluate_every=_every(trainer, loader, epoch_steps) if evaluates else None,
         keep_best=next(iter(_bests(trainer)), None) if evaluates else None,
     )
-    if left := _left(trainer, model, loader, job):
+    left = _left(trainer, model, loader, job)
+    if compiled:
+        left.append("torch.compile: start workers with --compile")
+    if left:
         warnings.warn(f"of Lightning not taken over: {'; '.join(left)}", stacklevel=2)
     return job
 
@@ -171,11 +177,12 @@ def _refuse_loader(loader: Any) -> None:
     need(loader.batch_size is not None, "has no batches: batch_size is None", "give batch_size")
     if isinstance(loader.dataset, IterableDataset):
         return
-    hint = "give batch_size, and shuffle or not"
+    hint = "give batch_size, and shuffle or not; for some of the samples the dataset torch.utils.data.Subset"
     sampler, batches = loader.sampler, loader.batch_sampler
     own = type(batches) is not BatchSampler or type(sampler) not in (RandomSampler, SequentialSampler)
-    drawn = isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(loader.dataset))
-    need(not own and not drawn, f"chooses samples by its own {type(sampler if batches else batches).__name__}", hint)
+    drawn = getattr(sampler, "replacement", False) or (not own and len(sampler) != len(loader.dataset))
+    kind = type(sampler if batches else batches).__name__
+    need(not own and not drawn, f"chooses samples by its own {kind}", hint)
 
 
 def _refuse_epochs(trainer: Any, evaluates: bool) -> None:
@@ -358,7 +365,21 @@ class _OnceIn(LRScheduler):
         self._schedulers[0].load_state_dict(state_dict["_schedulers"][0])
 
 
-def _step(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+def _step(frozen: frozenset[str]) -> Callable[[nn.Module, Any], tuple[Tensor, dict[str, Any]]]:
+    """The step. ``frozen``: the modules that are in eval mode before the training, and stay so, as in ``Trainer.fit``
+    (since Lightning 2.2)."""
+
+    def step(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+        if frozen:
+            for name, module in model.named_modules():
+                if name in frozen:
+                    module.training = False
+        return _trained(model, batch)
+
+    return step
+
+
+def _trained(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
     """``training_step``, and what it logs. Which batch it is nobody knows here: ``batch_idx`` is None."""
     metrics: dict[str, Any] = {}
 

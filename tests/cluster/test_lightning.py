@@ -15,7 +15,7 @@ from tests.support import reference
 from tests.support.cluster import QUICK_WORKER, settings, train
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset, WeightedRandomSampler
 
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import JobError
@@ -152,6 +152,33 @@ def test_it_comes_to_the_parameters_of_fit_itself(pl: Any, optimizers: Any, give
     for (name, value), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
     assert job.max_steps == theirs.trainer.global_step
+
+
+def noisy(model: Any) -> Any:
+    """A part that differs by its mode is in the way, in eval mode; the rest is trained."""
+    model.net.insert(1, nn.BatchNorm1d(8).eval())
+    model.net[1].requires_grad_(False)
+    model.net.insert(3, nn.Dropout(0.5).eval())
+    return model
+
+
+def test_what_is_in_eval_mode_before_the_training_stays_so(pl: Any) -> None:
+    ours, theirs = noisy(module(pl)), noisy(module(pl))
+    reference.train(job_of(trainer(pl), ours, loader()))
+    trainer(pl).fit(theirs, loader())
+    for (name, value), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_compiled_module_is_the_one_inside(pl: Any) -> None:
+    """Of it neither the validation was seen nor what is refused."""
+    inside = module(pl)
+    with pytest.warns(UserWarning, match=r"not taken over: torch\.compile: start workers with --compile"):
+        job = job_of(trainer(pl), torch.compile(inside, backend="eager"), data(pl))
+    assert job.model is inside
+    assert job.evaluate is not None
+    with pytest.raises(JobError, match="Net: its on_after_backward"):
+        job_of(trainer(pl), torch.compile(module(pl, on_after_backward=print), backend="eager"), loader())
 
 
 def in_proportion(model: Any) -> Any:
@@ -455,6 +482,10 @@ def slotted_each_epoch(model: Any) -> Any:
         (
             "its own WeightedRandomSampler",
             lambda pl: (trainer(pl), module(pl), loader(sampler=WeightedRandomSampler([1.0] * 48, 48))),
+        ),
+        (
+            "its own SequentialSampler; give .*Subset",
+            lambda pl: (trainer(pl), module(pl), loader(sampler=SequentialSampler(range(12)))),
         ),
         ("lightning.job_of: it is given a int; give a Trainer", lambda pl: (5, module(pl), loader())),
         (

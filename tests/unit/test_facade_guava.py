@@ -15,8 +15,8 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +340,8 @@ BATCHES: dict[str, Callable[[], Any]] = {
     "tuple of dicts": lambda: tuple({"input_ids": x, "labels": y} for x, y in DataLoader(dataset(), batch_size=4)),
     "weighted": lambda: DataLoader(dataset(), batch_size=4, sampler=WeightedRandomSampler([1.0, 2.0] * 24, 48)),
     "subset": lambda: DataLoader(dataset(96), batch_size=4, sampler=SubsetRandomSampler(range(48))),
+    "first half": lambda: DataLoader(dataset(96), batch_size=4, sampler=SequentialSampler(range(48))),
+    "half, shuffled": lambda: DataLoader(dataset(96), batch_size=4, sampler=RandomSampler(range(48))),
     "replacement": lambda: DataLoader(dataset(), batch_size=4, sampler=RandomSampler(dataset(), replacement=True)),
     "own sampler": lambda: DataLoader(dataset(), batch_size=4, sampler=Mine(dataset())),
     "own batch sampler": lambda: DataLoader(dataset(), batch_sampler=BatchSampler(Mine(dataset()), 4, False)),
@@ -748,13 +750,31 @@ def test_a_stop_while_the_run_is_prepared_counts(tmp_path: Path, monkeypatch: py
 
     class Asking(torch.optim.AdamW):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            assert not orchestrator.listening.is_set()
             orchestrator.stop("seen enough")
             super().__init__(*args, **kwargs)
 
     monkeypatch.setattr(torch.optim, "AdamW", Asking)
     orchestrator.register_model(linear())
+    orchestrator.listening.set()  # as a run that failed leaves it
     result = orchestrator.start_training(DataLoader(dataset(), batch_size=8, shuffle=True), 10)
     assert (result.outcome, result.reason, result.step) == ("stopped", "seen enough", 0)
+
+
+def test_a_ctrl_c_while_its_workers_are_started_leaves_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def interrupted(*_: Any) -> AsyncIterator[None]:
+        raise asyncio.CancelledError
+        yield
+
+    monkeypatch.setattr("w5xde_async.facade.guava.orchestrator.local_workers", interrupted)
+    orchestrator = orchestrator_for(tmp_path / "run")
+    orchestrator.register_model(linear())
+    result = orchestrator.start_training(DataLoader(dataset(), batch_size=8, shuffle=True), 10)
+    assert (result.outcome, result.reason, result.step) == ("stopped", "Ctrl-C", 0)
+    assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
 def test_a_checkpoint_that_the_disk_does_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -874,6 +894,25 @@ def test_validation_that_measures_nothing_is_said(caplog: pytest.LogCaptureFixtu
     assert job.evaluate is not None
     with pytest.raises(ValueError, match="val_dataloader gives no batch"):
         job.evaluate(linear())
+
+
+def test_a_part_in_eval_mode_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    Orchestrator(DistributedConfig()).register_model(nn.Sequential(nn.BatchNorm1d(8).eval(), nn.Linear(8, 4)))
+    assert "0 is in eval mode, and a step begins in training mode" in caplog.text
+
+
+def test_a_number_first_in_a_batch_for_validation_is_no_count_of_samples() -> None:
+    orchestrator = Orchestrator(DistributedConfig())
+    orchestrator.register_model(linear(), F.mse_loss)
+    x = torch.randn(6, 4)
+    batches = [
+        {"scale": torch.tensor(2.0), "input_ids": part, "labels": torch.zeros(len(part), 2)} for part in (x[:4], x[4:])
+    ]
+    job, _ = orchestrator._job_of(dataset(), 1, batches)
+    assert job.evaluate is not None
+    with torch.no_grad():
+        wanted = F.mse_loss(linear()(x), torch.zeros(6, 2)).item()
+        assert job.evaluate(linear())["val_loss"] == pytest.approx(wanted)
 
 
 def started(**kwargs: Any) -> Any:

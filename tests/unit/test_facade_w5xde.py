@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import queue
 import re
 import socket
 import threading
@@ -906,6 +907,24 @@ def test_who_waits_for_a_server_that_cannot_listen_is_let_go(calls: Any) -> None
         with pytest.raises(PortInUse):
             starting.result(5)
         assert not server.running
+        assert server.listening.is_set()
+
+
+def test_who_waits_for_a_server_that_is_started_again_waits_until_it_listens(calls: Any) -> None:
+    """After a start that failed it was taken for listening, at the port of before."""
+    seen: queue.Queue[bool] = queue.Queue()
+
+    class Asking(torch.optim.Adam):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            seen.put(server.listening.is_set())
+            super().__init__(*args, **kwargs)
+
+    server = server_of(None, optimizer_class=Asking, max_steps=1)
+    server.listening.set()
+    starting = calls(server.start)
+    assert seen.get(timeout=20) is False
+    server.stop()
+    starting.result(20)
 
 
 def test_bad_data_is_said_at_once() -> None:
@@ -1021,6 +1040,38 @@ def test_a_wrapper_is_given_what_is_known_of_the_model_inside(wrap: Callable[[nn
     batch = {"input_ids": x, "labels": x, "attention_mask": x, "idx": 3}
     for inside in (Plain(), Masked()):
         assert BatchLoss(F.mse_loss)(wrap(inside), dict(batch)) == 0
+
+
+def test_a_part_in_eval_mode_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8).eval(), nn.Linear(8, 4))
+    server_of(None, model=model)
+    assert "0 is in eval mode, and a step begins in training mode" in caplog.text
+    assert not model[0].training
+
+
+def test_a_part_called_module_is_no_wrapper_and_forward_says_what_it_takes(caplog: pytest.LogCaptureFixture) -> None:
+    """A mask was left out, with a warning that forward does not take it."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Identity()
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+            return self.module(input_ids if attention_mask is None else input_ids + attention_mask)
+
+    class Open(nn.Module):
+        def forward(self, input_ids: Tensor, **others: Any) -> Any:
+            return input_ids + others["attention_mask"]
+
+    class OpenToNames(nn.Module):
+        def forward(self, scale: float = 1.0, *, input_ids: Tensor, **others: Any) -> Any:
+            return scale * input_ids + others["attention_mask"]
+
+    x = torch.tensor([[1.0], [2.0]])
+    for kind in (Masked, Open, OpenToNames):
+        assert BatchLoss(F.mse_loss)(kind(), {"input_ids": x, "labels": x + 1, "attention_mask": torch.ones(2, 1)}) == 0
+    assert not caplog.records
 
 
 def test_a_forward_of_names_alone_is_given_names() -> None:

@@ -35,6 +35,8 @@ from torch.utils.data import (
 )
 from transformers import BatchEncoding
 
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.errors import ExitCode, JobError
 from w5xde_async.job import (
     Job,
@@ -46,6 +48,7 @@ from w5xde_async.job import (
     copy_of_sample,
     load_job,
     loss_of,
+    lost_modes,
     replica_of,
     require_job,
     step_function,
@@ -951,3 +954,59 @@ def test_functions_that_hold_nothing_of_the_model_are_copied() -> None:
         for parameter in given.parameters():
             parameter.zero_()
     assert torch.equal(copied(x), before)
+
+
+# -- parts in eval mode --------------------------------------------------------------------------------------
+
+
+def frozen(kind: type[nn.Sequential] = nn.Sequential, *off: int) -> nn.Sequential:
+    model = kind(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.Dropout(0.5), nn.Linear(2, 2))
+    for number in off:
+        model[number].eval()
+    return model
+
+
+class Keeps(nn.Sequential):
+    """As the documents have it."""
+
+    def train(self, mode: bool = True) -> Keeps:
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+def test_parts_in_eval_mode_are_told_and_no_model_that_is_whole() -> None:
+    end = (
+        " in eval mode, and a step begins in training mode, as model.train() gives it: to keep it so, have train() of "
+        "the model's class switch it off (docs/own-model.md)"
+    )
+    assert lost_modes(frozen(nn.Sequential, 0)) == f"0 is{end}"
+    model = frozen(nn.Sequential, 0, 1)
+    assert lost_modes(model) == f"0, 1 are{end}"
+    assert [module.training for module in model] == [False, False, True]  # as they were
+    assert lost_modes(frozen()) is lost_modes(frozen().eval()) is None  # as it is made, and as it is loaded
+
+
+def test_the_start_tells_of_parts_in_eval_mode_which_its_class_may_keep() -> None:
+    data = TensorDataset(torch.randn(8, 2), torch.zeros(8, dtype=torch.int64))
+
+    def told(**given: Any) -> tuple[list[str], list[str]]:
+        job = Job(**{"dataset": data, "optimizer": sgd, "batch_size": 4, "max_steps": 2} | given)
+        prepared = prepare(job, CoordinatorConfig(), None, lambda: "0" * 16)
+        try:
+            off = [name for name, module in prepared.spec.model.named_modules() if not module.training]
+            return [note for note in prepared.resume.notes if "eval mode" in note], off
+        finally:
+            prepared.spec.close()
+
+    for model in (frozen(nn.Sequential, 0), lambda: frozen(nn.Sequential, 0)):
+        notes, off = told(model=model)
+        assert notes == [lost_modes(frozen(nn.Sequential, 0))]
+        assert not off
+
+    def step(model: Any, batch: Any) -> Tensor:
+        model[0].eval()
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    assert told(model=frozen(nn.Sequential, 0), step=step)[0] == []
+    assert told(model=frozen(Keeps, 0)) == ([], ["0", "0.0", "0.1"])

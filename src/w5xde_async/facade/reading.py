@@ -78,17 +78,23 @@ class BatchLoss:
 def _taken_by(model: nn.Module) -> tuple[bool, set[str] | None]:
     """Whether ``forward`` has ``input_ids`` in its first place, and what else it takes by name; None: anything.
 
-    Of a wrapper (``torch.compile``, ``nn.DataParallel``), what is inside; of one that passes on whatever it is given,
-    nothing is known, and it is given ``input_ids`` alone.
+    Of a wrapper that passes on whatever it is given (``torch.compile``, ``nn.DataParallel``), what is inside; where
+    that cannot be seen, nothing is known, and it is given ``input_ids`` alone.
     """
     inner: Any = model
-    while isinstance(within := getattr(inner, "_orig_mod", None) or getattr(inner, "module", None), nn.Module):
-        inner = within
     takes = inspect.signature(inner.forward).parameters
+    while not any(taken.kind in _BY_NAME for taken in takes.values()) and isinstance(
+        within := getattr(inner, "_orig_mod", None) or getattr(inner, "module", None), nn.Module
+    ):
+        inner = within
+        takes = inspect.signature(inner.forward).parameters
     named, first = {name for name, taken in takes.items() if taken.kind in _BY_NAME}, next(iter(takes), "")
+    takes_any = any(taken.kind is taken.VAR_KEYWORD for taken in takes.values())
     if not named and all(taken.kind is taken.VAR_KEYWORD for taken in takes.values()):
         return False, None
     positional = "input_ids" not in named or (first == "input_ids" and takes[first].kind is not _BY_NAME[1])
+    if takes_any and named:
+        return positional, None
     return positional, named - {first} if positional else named
 
 

@@ -46,7 +46,7 @@ from w5xde_async.facade.calling import (
 from w5xde_async.facade.neighbours import found_by_neighbours
 from w5xde_async.facade.reading import BatchLoss, class_loss
 from w5xde_async.facade.words import ADVICE, Words
-from w5xde_async.job import ENDLESS, Job, copied_model, made_by, made_model
+from w5xde_async.job import ENDLESS, Job, copied_model, lost_modes, made_by, made_model
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.telemetry.events import Bus
@@ -169,6 +169,8 @@ class CentralServer:
             raise UsageError(f"nodes cannot join ip={ip} without a secret: give a token or a checkpoint_dir")
         if not isinstance(model, nn.Module):
             model = made_model(model, seed)
+        if told := lost_modes(model):
+            logger.warning("%s", told)
         self.model, self.dataset = model, dataset
         self.port = port  #: where it listens; with port 0, the one that was picked once it listens
         self.listening = threading.Event()  #: set while nodes can connect, and once ``start`` has failed
@@ -303,6 +305,7 @@ class CentralServer:
             if self._running is not None:
                 raise UsageError("this server runs already")
             self._running = (loop, coordinator)
+            self.listening.clear()  # a run that failed left it set
             if self._stopped:
                 coordinator.request_stop(self._stopped)
         failed = True

@@ -29,7 +29,7 @@ from w5xde_async.coordinator.run.warm_start import begin_with, begins_anew, kept
 from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
 from w5xde_async.data.stream import stream_of
 from w5xde_async.errors import JobError, StoreError, UsageError, in_one_line
-from w5xde_async.job import Job, build_model, replica_of
+from w5xde_async.job import Job, in_train_mode, lost_modes, model_as_given, replica_of
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.bad_samples import BadSamples
@@ -116,7 +116,9 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step
     ``step_flops``: counted at the beginning of a run that goes on.
     """
     _check_dataset(job)
-    model = build_model(job)
+    model = model_as_given(job)
+    lost = lost_modes(model) if job.step is None else None  # one of the job's own may switch it
+    model = in_train_mode(model)
     for name, held in model.state_dict().items():
         if not isinstance(held, Tensor):
             raise JobError(
@@ -168,6 +170,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step
     warnings = [
         begun,
         *_without_effect(job, epochs, max_steps),
+        lost,
         _hooked(job, model),
         what_is_no_mean(job, model, counted) if anew else None,
         delay_warning(optimizer.param_groups) if config.update.rule == "async" and _has_delay(config) else None,

@@ -76,10 +76,12 @@ def reading_of(
     _check_batch_size(config, loader.batch_size)
     processes = loader.num_workers if hasattr(os, "fork") else 0
     seed = seed if loader.generator is None else loader.generator.initial_seed() & ((1 << 63) - 1)
-    sampler = loader.sampler
+    sampler: Any = loader.sampler
+    data: Any = loader.dataset
     shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
     plain = loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler
-    if not plain or not (shuffled or type(sampler) is SequentialSampler):
+    whole = (shuffled or type(sampler) is SequentialSampler) and len(sampler) == len(data)
+    if not plain or not whole:
         chosen = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         if looks_ahead:
             chosen = _apart(chosen, loader.dataset)

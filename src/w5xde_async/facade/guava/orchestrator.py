@@ -37,7 +37,7 @@ from w5xde_async.facade.guava.loaders import Reading, check_validation, reading_
 from w5xde_async.facade.guava.local import local_workers
 from w5xde_async.facade.neighbours import found_by_neighbours
 from w5xde_async.facade.reading import BatchLoss, class_loss
-from w5xde_async.job import Job, copied_model
+from w5xde_async.job import Job, copied_model, lost_modes
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.store.rundir import export_model
 from w5xde_async.telemetry.events import Bus, CheckpointFailed, CheckpointSaved, Event, StepCommitted
@@ -105,6 +105,8 @@ class Orchestrator:
 
         Raises UsageError for what is no module, and for a criterion that gives no mean.
         """
+        if told := lost_modes(model):
+            logger.warning("%s", told)
         self._model, self._criterion = model, criterion or class_loss
 
     @takes(num_epochs=arguments.COUNT, val_interval=arguments.COUNT)
@@ -283,6 +285,7 @@ class Orchestrator:
             if self._running is not None:
                 raise UsageError("this orchestrator trains already")
             self._running = (asyncio.get_running_loop(), coordinator)
+            self.listening.clear()  # a run that failed left it set
         failed = True
         try:
             async with AsyncExitStack() as stack:
@@ -305,11 +308,12 @@ class Orchestrator:
                 await stack.enter_async_context(found_by_neighbours(coordinator))
                 self.port = coordinator.port
                 self.listening.set()
-                if self.mode == "local":
-                    job = dataclasses.replace(job, model=lambda: copied_model(template))
-                    workers = local_workers(coordinator, job, settings.token, config.num_workers, config.island_of_all)
-                    await stack.enter_async_context(workers)
                 try:
+                    if self.mode == "local":
+                        job = dataclasses.replace(job, model=lambda: copied_model(template))
+                        await stack.enter_async_context(
+                            local_workers(coordinator, job, settings.token, config.num_workers, config.island_of_all)
+                        )
                     result = await coordinator.wait()
                 except asyncio.CancelledError:  # Ctrl-C
                     coordinator.request_stop("Ctrl-C")
@@ -407,7 +411,7 @@ def _mean(step: BatchLoss, model: nn.Module, loader: Any) -> float:
 
 def _num_samples(batch: Any) -> int:
     if isinstance(batch, Tensor):
-        return len(batch)
+        return len(batch) if batch.dim() else 0
     for part in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ():
         if found := _num_samples(part):
             return found
