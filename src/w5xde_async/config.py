@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from w5xde_async.errors import UsageError, need
 
+#: Names of settings, with commas, of which a process's parent knows better than the file of ``--config``.
+BESIDE_FILE = "WORKER_BESIDE_FILE"
 USER = re.compile(r"//[^/\s]*@")  #: in a URL: a password may stand there
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")

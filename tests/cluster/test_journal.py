@@ -498,6 +498,43 @@ async def test_a_start_that_is_killed_on_its_way_to_another_course_is_on_one_of_
     assert ends == {"at 4 as it was told", "at 8 as it was told", *moved}
 
 
+@pytest.mark.parametrize("back", [4, 8])
+async def test_what_a_start_that_was_killed_half_way_has_left_is_all_named(
+    tmp_path: Path, back: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moved back it goes on where the run was: where the checkpoints that follow the journal's were left too."""
+    make, run = jobs.mlp_sgd, tmp_path / "run"
+
+    def chosen(step: int) -> str:
+        (path,) = (run / "checkpoints").glob(f"step-{step:09d}*")
+        return str(path)
+
+    kept = {"run_dir": run, "checkpoint_every": 4, "durability": "journal", "keep_checkpoints": 2}
+    await train(make, max_steps=8, **kept)
+    await train(make, max_steps=12, resume=chosen(4), **kept)
+    assert len(list((run / "checkpoints").glob("step-*"))) == 3  # what was gone on from is kept
+
+    def die(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("w5xde_async.store.checkpoint.CheckpointStore.save", die)
+        with pytest.raises(Killed):
+            await asyncio.to_thread(prepared, make, run, resume=chosen(back))
+    with pytest.raises(CheckpointCorrupt) as told:
+        await asyncio.to_thread(prepared, make, run)
+    left = r"has left it as (?P<aside>.*?): move that back(, and (?P<lies>.*?) as (?P<name>.*?))?, and nothing is lost;"
+    found = re.search(left, str(told.value))
+    assert found is not None
+    os.rename(found["aside"], run / "journal")
+    assert (found["lies"] is None) is (back == 8)
+    if found["lies"]:
+        os.rename(found["lies"], run / "checkpoints" / found["name"])
+    resumed = await asyncio.to_thread(prepared, make, run)
+    assert resumed.resume.step == 12
+    assert resumed.spec.state.digest() == expected("mlp_sgd", 12)
+
+
 async def test_another_course_of_the_run_leaves_the_journal_aside(tmp_path: Path) -> None:
     make, left = jobs.mlp_sgd, tmp_path / "left"
     await crash(make, tmp_path / "run", at=13, left=left, checkpoint_every=5)

@@ -250,7 +250,8 @@ async def test_a_worker_goes_to_who_has_started_it_whatever_environment_and_file
     ):  # fmt: skip
         monkeypatch.setenv(f"W5XDE_{name}", value)
     file = tmp_path / "run.toml"
-    await asyncio.to_thread(file.write_text, '[worker]\njoin_file = "other"\n')
+    in_file = 'join_file = "other"\ntls_cert = "file"\ntls_key = "file"\ntls_ca_file = "file"\ninsecure = true\n'
+    await asyncio.to_thread(file.write_text, f"[worker]\n{in_file}")
     async with LocalWorkers(
         0, address="host:1", join=join, insecure=insecure, reference="", config_path=file
     ) as workers:

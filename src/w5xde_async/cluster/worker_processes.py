@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from w5xde_async.cluster.words import BY_OTHERS, MOST_BY_OTHERS, WordReader
+from w5xde_async.config import BESIDE_FILE
 from w5xde_async.errors import ExitCode, LocalError
 from w5xde_async.net.token import JOINING
 from w5xde_async.runtime import is_stopped, start_process
@@ -337,6 +338,8 @@ class LocalWorkers:
     def _orders(self, name: str, device: str) -> bytes:
         """What a process learns when there is work: the rest of its arguments, and secrets."""
         arguments, environment = ["--name", name, "--threads", str(self._threads)], dict[str, str]()
+        told = _OF_LINK if self._join else (*_OF_LINK, *_OF_TLS)
+        environment[BESIDE_FILE] = ",".join(variable.removeprefix("W5XDE_").lower() for variable in told)
         if device and self._devices:
             arguments += ["--device", device]
         elif device and "W5XDE_DEVICE" not in os.environ:

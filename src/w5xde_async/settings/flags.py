@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import w5xde_async
 from w5xde_async.config import (
+    BESIDE_FILE,
     FOLDER,
     PATH,
     TIME,
@@ -214,8 +215,9 @@ def read(
     table = _table(program, PATH.read(path)) if path else {}
     others = program.alternatives
     said = {name: value for name, value in said.items() if name not in others or given.keys().isdisjoint(others)}
-    above = given.keys() | said.keys()
+    above, beside = given.keys() | said.keys(), environment.get(BESIDE_FILE, "").split(",")
     table = {name: value for name, value in table.items() if name not in others or above.isdisjoint(others)}
+    table = {name: value for name, value in table.items() if name not in beside}
     sources = (
         (lambda one: one.option, given), (lambda one: one.variable, said),
         (lambda one: f"{path}: [{program.table}] {one.name}", table),

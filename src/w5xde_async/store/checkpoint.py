@@ -48,6 +48,7 @@ _DIGEST_BYTES = 32
 _MOST_LOOKS = 8
 
 _DIRECTORY = re.compile(r"step-(\d{9,18})(?:\.(\d{1,9}))?")
+_ABANDONED = re.compile(r"abandoned-(step-(\d{9,18})(?:\.\d{1,9})?)(?:-\d{1,9})?")
 _GROUP = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 
 
@@ -243,6 +244,13 @@ class CheckpointStore:
             if moved:
                 self._filesystem.sync_directory(self._directory)
         return moved
+
+    def abandoned(self) -> list[tuple[int, Path, str]]:
+        """Of the records that ``abandon_after`` has set aside: step, where it lies, and its name before; the latest
+        step first."""
+        with disk_errors(self._directory, "list the checkpoints"):
+            found = [(_ABANDONED.fullmatch(path.name), path) for path in self._directory.glob("abandoned-step-*")]
+        return sorted([(int(name[2]), path, name[1]) for name, path in found if name is not None], reverse=True)
 
     # --- writing
 

@@ -387,6 +387,14 @@ class Journal:
         whole = [path for path in found if newest_term(path, self._run_id) == term]
         return whole[-1] if term and whole and not self._directory.exists() else None
 
+    def leads_on(self, directory: Path, after: int, position: Position | None) -> bool:
+        """Whether what ``set_aside`` has left at ``directory`` goes on from a checkpoint, as ``read`` would have it."""
+        aside = Journal(directory, run_id=self._run_id, fingerprint=self._fingerprint, filesystem=self._filesystem)
+        try:
+            return bool(aside._from(after, position))
+        except StoreError:
+            return False
+
     def remove(self) -> None:
         """Remove the whole journal: a checkpoint of its last step is durable. Raises StoreError."""
         self.close()

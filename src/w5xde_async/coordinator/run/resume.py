@@ -54,7 +54,7 @@ _SET_ASIDE = (
 _FROM_0 = (
     "put that back from a copy, or start with --durability checkpoint to set the journal aside and begin at step 0"
 )
-_HALF_LEFT = "a start that was stopped half-way has left it as {aside}: move that back, and nothing is lost"
+_HALF_LEFT = "a start that was stopped half-way has left it as {aside}: move that back{beside}, and nothing is lost"
 
 
 def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Prepared:
@@ -82,7 +82,7 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
         if config.auto and known is not None and known["rule"] != strategy.update.rule:
             strategy = change_strategy(spec, config, strategy, UpdateConfig(**known), 0, 0)
         point = _restore(spec, strategy, record, directory, notes, again=journal.exists, override=config.override)
-    point, replay, unused = _replay(spec, strategy, point, record, journal, directory, config, notes)
+    point, replay, unused = _replay(spec, strategy, point, record, journal, store, directory, config, notes)
     past: Any = [] if record is None else record.meta.get("overrides", [])
     spec = replace(spec, overrides=tuple([(int(step), str(told)) for step, told in past]))
     if record is not None:
@@ -124,7 +124,7 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
     state = KeptState(spec, strategy)
     # A checkpoint that names a place in a journal is refused where that journal is missing: the next start must find
     # another first.
-    named = record is not None and _position(record) is not None and (replay is None or not journalled)
+    named = record is not None and _position(record.meta) is not None and (replay is None or not journalled)
     # One that lies elsewhere, is another run's, or has been saved anew by an earlier start that went on from it, is not
     # taken by the next start: it would go another course, or none.
     elsewhere = (
@@ -197,13 +197,27 @@ def _find(
     return record, len(skipped)
 
 
+def _half_left(journal: Journal, store: CheckpointStore, record: Record | None, directory: RunDir) -> str:
+    """What to move back where a start has set a journal aside and did no more; empty where that is not what was."""
+    aside = journal.left_aside(directory.term)
+    if aside is None:
+        return ""
+    if record is not None and journal.leads_on(aside, record.step, _position(record.meta)):
+        return _HALF_LEFT.format(aside=aside, beside="")
+    for step, lies, name in store.abandoned():  # what it goes on from was set aside with it
+        meta = store.meta(lies)
+        if meta.get("run_id") == directory.run_id and journal.leads_on(aside, step, _position(meta)):
+            return _HALF_LEFT.format(aside=aside, beside=f", and {lies} as {name}")
+    return ""
+
+
 def _replay(
-    spec: RunSpec, strategy: Strategy, point: ResumePoint, record: Record | None, journal: Journal, directory: RunDir,
-    config: CoordinatorConfig, notes: list[str],
+    spec: RunSpec, strategy: Strategy, point: ResumePoint, record: Record | None, journal: Journal,
+    store: CheckpointStore, directory: RunDir, config: CoordinatorConfig, notes: list[str],
 ) -> tuple[ResumePoint, Replay | None, str]:  # fmt: skip
     """Apply what the journal has beyond ``record``, the checkpoint that is resumed, and why a journal that is there is
     not gone on with. Changes nothing on the disk. Raises CheckpointCorrupt."""
-    position = None if record is None else _position(record)
+    position = None if record is None else _position(record.meta)
     if config.resume != "auto" or not (journal.exists or (position and config.durability == "journal")):
         return point, None, "it leads on to another course of the run" if journal.exists else ""
     replay = Replay(point.step)
@@ -225,8 +239,8 @@ def _replay(
                 advice = _SET_ASIDE.format(step=record.step)
                 if replay.step > record.step:
                     advice = f"before that, the steps up to {replay.step} are whole; {advice}"
-            if (aside := journal.left_aside(directory.term)) is not None:
-                advice = f"{_HALF_LEFT.format(aside=aside)}; or {advice}"
+            if half_left := _half_left(journal, store, record, directory):
+                advice = f"{half_left}; or {advice}"
             raise CheckpointCorrupt(error.path, f"{error.reason}; {advice}") from error
         if record is not None:
             point = _restore(spec, strategy, record, directory, [])  # what they say has been said
@@ -274,9 +288,9 @@ def _apply_all(
     return replace(point, step=replay.step, samples=samples, loss=loss, replayed=tuple(lines))
 
 
-def _position(record: Record) -> Position | None:
+def _position(meta: Mapping[str, JSON]) -> Position | None:
     """Where the journal goes on after a checkpoint, if it says so."""
-    noted: Any = record.meta.get("journal")
+    noted: Any = meta.get("journal")
     return None if noted is None else Position(int(noted[0]), str(noted[1]))
 
 
